@@ -23,39 +23,17 @@ from torch import nn
 
 from lastgood import PCcheck
 from lastgood.checkpointers.events import Outcome
+from lastgood.experiments.remote_runs.models import Trained, changed_bytes, make_model, take_step
 from lastgood.units import MIB
 
-WIDTH, LAYERS, RANK, BATCH = 1024, 16, 8, 16
+WIDTH, LAYERS, BATCH = 1024, 16, 16
 INTERVAL, EVERY, STEPS = 5, 4, 60
 LIMIT_S = 300.0
 GOALS = {"throughput": 0.97, "stall": 0.9, "bytes": 0.98}
 
 
-class Adapted(nn.Module):
-    """A frozen layer, and two narrow ones beside it that are trained (Hu et al. 2022, LoRA)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down = nn.Linear(width, RANK, bias=False)
-        self.up = nn.Linear(RANK, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def make(kind: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """all: everything is trained; frozen: the last tenth of the layers; lora: adapters beside every layer."""
-    torch.manual_seed(0)
-    if kind == "lora":
-        model = nn.Sequential(*(Adapted(width) for _ in range(LAYERS)))
-    else:
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
-        if kind == "frozen":
-            for layer in model[: LAYERS - max(1, LAYERS // 10)]:
-                layer.requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=1e-4)
+def make(kind: Trained, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return make_model(kind, width, LAYERS)
 
 
 def width_of(options: argparse.Namespace) -> int:
@@ -67,11 +45,8 @@ def steps_of(options: argparse.Namespace) -> int:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, ckpt: Any) -> None:
-    width = next(model.parameters()).shape[1]
     for _ in range(steps):
-        model(torch.randn(BATCH, width)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, BATCH)
         ckpt.step()
 
 
@@ -83,7 +58,8 @@ def measure(options: argparse.Namespace, folder: Path) -> Report:
     with running_sink() as url:
         os.environ.update(AWS_ACCESS_KEY_ID="nobody", AWS_SECRET_ACCESS_KEY="nothing")
         _cost(options, folder, url, report)
-    for kind in ("all", "frozen", "lora"):
+    kinds: tuple[Trained, ...] = ("all", "frozen", "lora")
+    for kind in kinds:
         _bytes(options, folder / kind, kind, report)
     return report
 
@@ -120,7 +96,7 @@ def _cost(options: argparse.Namespace, folder: Path, url: str, report: Report) -
     )
 
 
-def _bytes(options: argparse.Namespace, folder: Path, kind: str, report: Report) -> None:
+def _bytes(options: argparse.Namespace, folder: Path, kind: Trained, report: Report) -> None:
     """From the third checkpoint on, what did not change is known."""
     model, optimizer = make(kind, width_of(options))
     ckpt = PCcheck(folder / "slots", interval_steps=1, remote=str(folder / "objects"), remote_every=1)
@@ -133,8 +109,7 @@ def _bytes(options: argparse.Namespace, folder: Path, kind: str, report: Report)
         sent.append(ckpt.storage_facts()["remote"]["sent_bytes"])
     facts = ckpt.storage_facts()["remote"]
     ckpt.close()
-    trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    changed = 3 * trained  # AdamW: two moments
+    changed = changed_bytes(model)
     last = sent[-1] - sent[-2]
     whole = (facts["sent_bytes"] + facts["kept_bytes"]) / 4
     report.results[kind] = {"state_bytes": whole, "changed_bytes": changed, "sent_bytes": last}

@@ -54,6 +54,7 @@ FLOORS = [
         "experiments.advise experiments.runs experiments.plan",
         "experiments.goodput experiments.multirank experiments.figures",
         "experiments.dcp_runs experiments.flowcheck experiments.tables",
+        "experiments.remote_runs",
         "experiments.claims experiments.plots",
         "experiments.report",
         "cli",

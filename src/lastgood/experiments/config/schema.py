@@ -22,6 +22,7 @@ from lastgood.experiments.config.sections import (
     NodesSection,
     PairsSection,
     PersistSection,
+    RemoteSection,
     ThreadsSection,
 )
 from lastgood.experiments.config.values import (
@@ -72,7 +73,7 @@ class SimpleTest(FrozenModel):
 class Config(FrozenModel):
     """One complete configuration. Relative paths start at the folder in which the workflow works."""
 
-    scale: Scale = Field(description="laptop, gpu or paper: a label; records of unlike scales never mix")
+    scale: Scale = Field(description="laptop, gpu or paper: a label; records of different scales never mix")
     machine: Label | None = Field(
         description="at most 64 of a-z, 0-9, dot, dash and underscore; null makes a name from the CPU and the GPU"
     )
@@ -116,6 +117,9 @@ class Config(FrozenModel):
     )
     flowcheck: FlowcheckSection = Field(
         default_factory=FlowcheckSection, description="what FlowCheck's figure measures, panel by panel"
+    )
+    remote: RemoteSection = Field(
+        default_factory=RemoteSection, description="what the figure of checkpoints that leave the machine measures"
     )
 
     @property

@@ -37,6 +37,7 @@ __all__ = [
     "OptimizerBench",
     "PairsSection",
     "PersistSection",
+    "RemoteSection",
     "ThreadsSection",
 ]
 
@@ -285,4 +286,22 @@ class DcpSection(FrozenModel):
     )
     iterations: Count = Field(default=3, description="a whole number from 1: timed saves, and as many loads")
     warmup: CountOrZero = Field(default=1, description="a whole number from 0: untimed ones before them")
+    repetitions: _Repetitions = 1
+
+
+class RemoteSection(FrozenModel):
+    """The figure of checkpoints that leave the machine for S3. Defaults are for configurations from before it."""
+
+    width: Count = Field(default=1024, description="a whole number from 1: weights of a layer are so many squared")
+    layers: Annotated[Count, Field(ge=2, le=1000)] = Field(default=8, description="a whole number from 2 to 1000")
+    batch: Count = Field(default=64, description="a whole number from 1: samples of a step")
+    rounds: Count = Field(default=3, description="a whole number from 1: how often each way is measured")
+    steps: Count = Field(default=60, description="a whole number from 1: steps of a block of the training")
+    interval: Count = Field(default=5, description="a whole number from 1: steps from checkpoint to checkpoint")
+    every: Count = Field(default=4, description="a whole number from 1: every so many-th checkpoint goes to S3")
+    dcp_storage: Annotated[str, AfterValidator(_s3_storage)] | None = Field(
+        default="s3torchconnector", description=f"what DCP's async_save writes with ({', '.join(_ON_S3)}), or null"
+    )
+    ranks: _UpTo64 = Field(default=2, description="a whole number from 1 to 64: ranks of a job that comes back")
+    other_ranks: _UpTo64 = Field(default=1, description="a whole number from 1 to 64: ranks that come back otherwise")
     repetitions: _Repetitions = 1

@@ -20,15 +20,18 @@ from lastgood.experiments.plan.cells import (
     plan_goodput,
     plan_nodes,
     plan_persist,
+    plan_remote,
     plan_sweep,
     plan_throughput,
+    why_no_remote,
 )
 from lastgood.experiments.plan.flowcheck import plan_flowcheck
 from lastgood.experiments.plan.variants import BLOB, Variant, concurrency_variants, memory_variants, threads_variants
 from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.dcp import DCP_PANEL
-from lastgood.experiments.records.kinds import DCP, FLOWCHECK, GOODPUT, RUN, MeasurementKind, load_function
+from lastgood.experiments.records.kinds import DCP, FLOWCHECK, GOODPUT, REMOTE, RUN, MeasurementKind, load_function
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL
+from lastgood.experiments.records.remote import WAYS
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
 
 __all__ = ["CollectedFigure", "FigureKind", "figure_kind", "figure_names"]
@@ -151,6 +154,14 @@ _FIGURES = {
         "lastgood.experiments.plots.flowcheck:plot_flowcheck",
         shows=FLOWCHECK,
         always=lambda _: False,
+    ),
+    "remote": FigureKind(
+        plan_remote,
+        lambda _: [] if why_no_remote() else list(WAYS),
+        "lastgood.experiments.plots.remote:plot_remote",
+        shows=REMOTE,
+        always=lambda _: False,
+        lacks=lambda _: why_no_remote(),
     ),
 }
 

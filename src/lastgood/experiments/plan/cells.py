@@ -27,6 +27,7 @@ from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.dcp import DcpSpec, Medium
 from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerSpec
+from lastgood.experiments.records.remote import RemotePart, RemoteSpec
 from lastgood.experiments.records.spec import Parallel, RunSpec
 from lastgood.experiments.services.object_store import NOT_INSTALLED, find_server_program
 from lastgood.experiments.traces.trace import load_trace
@@ -54,9 +55,12 @@ __all__ = [
     "plan_goodput",
     "plan_nodes",
     "plan_persist",
+    "plan_remote",
     "plan_simple",
     "plan_sweep",
     "plan_throughput",
+    "remote_modelled_s",
+    "why_no_remote",
 ]
 
 _log = logging.getLogger("lastgood")
@@ -247,6 +251,45 @@ def plan_dcp(config: Config) -> list[DcpSpec]:
     return in_batches(specs, config)
 
 
+def plan_remote(config: Config) -> list[RemoteSpec]:
+    """The figure of checkpoints that leave the machine: a run for each part. None if nothing can be sent from here."""
+    if why_no_remote() is not None:
+        return []
+    section = config.remote
+    with_dcp = all(_can_on_s3(storage) for storage in STORAGES if storage.name == section.dcp_storage)
+    common = {
+        "machine": config.machine or machine_label(),
+        "scale": config.scale,
+        "width": section.width,
+        "layers": section.layers,
+        "batch": section.batch,
+        "threads": max(1, config.thread_count - 1),  # a core for who sends
+        "rounds": section.rounds,
+        "seed": config.seed,
+    }
+    own: dict[RemotePart, dict[str, Any]] = {
+        "training": {
+            "steps": section.steps,
+            "interval_steps": section.interval,
+            "remote_every": section.every,
+            "dcp_storage": section.dcp_storage if with_dcp else None,
+        },
+        "return": {"ranks": section.ranks, "other_ranks": section.other_ranks},
+        "bytes": {},
+    }
+    return [
+        RemoteSpec.model_validate({**common, **settings, "part": part, "repetition": repetition})
+        for repetition in range(section.repetitions)
+        for part, settings in own.items()
+    ]
+
+
+def why_no_remote() -> str | None:
+    """Why nothing can be sent to an S3 server here, with what to do; None if it can."""
+    lastgood = next(storage for storage in STORAGES if storage.name == "lastgood")
+    return lastgood.missing("s3") or (None if find_server_program() else NOT_INSTALLED)
+
+
 def _can_on_s3(storage: Storage) -> bool:
     """Whether all is installed; says once what is not."""
     reason = storage.missing("s3")
@@ -372,6 +415,25 @@ def optimizer_modelled_s(spec: OptimizerSpec, prediction: Prediction) -> float:
     """Start-up, and at each point the updates and two more to warm up, each as long as a step."""
     step_s = prediction.step_s.get(spec.panel, prediction.other_step_s)
     return prediction.startup_s + len(spec.threads) * len(spec.shadows) * (spec.updates + 2) * step_s
+
+
+def remote_modelled_s(spec: RemoteSpec, prediction: Prediction) -> float:
+    """Start-up of server and processes, and each way as long as its steps, or as its state takes to be sent."""
+    step_s = prediction.step_s.get(spec.part, prediction.other_step_s)
+    sent_s = 12.0 * spec.layers * spec.width**2 / prediction.persist_bytes_per_s
+    processes = {"training": 1, "return": spec.ranks + spec.rounds * (3 * spec.ranks + spec.other_ranks), "bytes": 1}
+    steps = {
+        "training": 4 * spec.rounds * (spec.steps + 2 * spec.interval_steps),
+        "return": 4 * spec.rounds,
+        "bytes": 3 * (spec.rounds + 2),
+    }
+    sends = {
+        "training": 2 * spec.rounds * (1 + spec.steps / (spec.interval_steps * spec.remote_every)),
+        "return": 4.0 * spec.rounds,
+        "bytes": 3.0 * (spec.rounds + 2),
+    }
+    run_s = steps[spec.part] * step_s + sends[spec.part] * sent_s
+    return _SERVER_S + prediction.startup_s * (1 + processes[spec.part] / 2) + run_s
 
 
 def dcp_modelled_s(spec: DcpSpec, prediction: Prediction) -> float:

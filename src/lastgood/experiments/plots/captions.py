@@ -21,6 +21,7 @@ __all__ = [
     "goodput_caption",
     "optimizer_caption",
     "persist_caption",
+    "remote_caption",
     "sweep_caption",
     "throughput_caption",
 ]
@@ -161,6 +162,39 @@ def _on_s3(frame: pd.DataFrame) -> str:
             )
     told = f": {'; '.join(parts)}" if parts else ""
     return f"S3: an S3 server (SeaweedFS) of each run's own on the same machine{told}."
+
+
+def remote_caption(frame: pd.DataFrame) -> str:
+    """Machine, scale, what was trained, how to read it, whose server it is, revision."""
+    first = frame.iloc[0]
+    state = f"{int(first['layers'])} layers of {int(first['width'])} x {int(first['width'])}"
+    size = f"{state} in float32 with AdamW ({format_bytes(float(frame['state_bytes'].max()))})"
+    if first["part"] == "training":
+        interval, every = int(first["interval_steps"]), int(first["remote_every"])
+        reading = (
+            f"PCcheck saves every {interval} steps, and every {interval * every} go to S3, as DCP's saves do. Number: "
+            "ratio to training without checkpoints in the same run. Lag: from the newest checkpoint in S3 to each "
+            "step, median."
+        )
+    elif first["part"] == "return":
+        reading = (
+            f"{int(frame['ranks'].max())} ranks that hold the same state come back in fresh processes, nothing of it "
+            "in the page cache: from attach to the end of the first step, without the start of processes and model."
+        )
+    else:
+        reading = "From the third checkpoint on: the first two tell what changes."
+    failed = int(frame["failed"].fillna(0).sum())
+    sentences = [
+        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}.",
+        f"State: {size}.",
+        reading,
+        f"{frame.groupby('way').size().max()} measurements of each: bar median, circles single ones.",
+        f"{failed} checkpoints failed." if failed else "",
+        f"S3: {first['server']}, on the same machine.",
+        f"torch {_joined(frame['torch'])}.",
+        _revision(frame),
+    ]
+    return _joined_sentences(sentences)
 
 
 def sweep_caption(frame: pd.DataFrame) -> str:

@@ -18,6 +18,7 @@ from lastgood.experiments.records.dcp import DcpRecord, DcpSpec
 from lastgood.experiments.records.flowcheck import FlowcheckRecord, FlowcheckSpec
 from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
 from lastgood.experiments.records.optimizer import OptimizerRecord, OptimizerSpec
+from lastgood.experiments.records.remote import RemoteRecord, RemoteSpec
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.text import parse_json, parse_model, read_bytes
@@ -28,6 +29,7 @@ __all__ = [
     "FLOWCHECK",
     "GOODPUT",
     "OPTIMIZER",
+    "REMOTE",
     "RUN",
     "MeasurementKind",
     "kind_of_file",
@@ -100,7 +102,15 @@ FLOWCHECK = MeasurementKind(
     modelled_s="lastgood.experiments.plan.flowcheck:flowcheck_modelled_s",
     collect="lastgood.experiments.tables.flowcheck:collect_flowcheck_files",
 )
-_KINDS = (RUN, GOODPUT, OPTIMIZER, DCP, FLOWCHECK)
+REMOTE = MeasurementKind(
+    "a run of remote checkpoints",
+    RemoteSpec,
+    RemoteRecord,
+    execute="lastgood.experiments.remote_runs.execute:execute_remote",
+    modelled_s="lastgood.experiments.plan.cells:remote_modelled_s",
+    collect="lastgood.experiments.tables.remote:collect_remote_files",
+)
+_KINDS = (RUN, GOODPUT, OPTIMIZER, DCP, FLOWCHECK, REMOTE)
 
 
 def kind_of_spec(spec: Spec) -> MeasurementKind:
