@@ -104,7 +104,7 @@ def test_rows_have_what_their_part_is_about() -> None:
     # 96 MiB at 400 MiB/s, and the step; of a lost node half of it.
     assert back["s3"].bound_s == pytest.approx(0.24 + 0.05)
     assert back["lost-node"].bound_s == pytest.approx(0.12 + 0.05)
-    assert back["other-ranks"].label == "S3 on 1\nof 2 ranks"
+    assert back["other-ranks"].label == "S3 on 1\n(saved by 2)"
     wide = collected(record_of("bytes")).wide
     assert [line[0] for line in wide] == ["way", "all trained", "90 % frozen", "LoRA"]
     assert float(wide[3][3]) == 8 * 2**20  # the first two checkpoints do not count

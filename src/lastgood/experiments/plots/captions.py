@@ -172,14 +172,15 @@ def remote_caption(frame: pd.DataFrame) -> str:
     if first["part"] == "training":
         interval, every = int(first["interval_steps"]), int(first["remote_every"])
         reading = (
-            f"PCcheck saves every {interval} steps, and every {interval * every} go to S3, as DCP's saves do. Number: "
+            f"PCcheck saves every {interval} steps, and to S3 every {interval * every}, as DCP does. Number: "
             "ratio to training without checkpoints in the same run. Lag: from the newest checkpoint in S3 to each "
             "step, median."
         )
     elif first["part"] == "return":
         reading = (
-            f"{int(frame['ranks'].max())} ranks that hold the same state come back in fresh processes, nothing of it "
-            "in the page cache: from attach to the end of the first step, without the start of processes and model."
+            f"{int(frame['ranks'].max())} ranks that hold the same state, or the number under a bar, come back in "
+            "fresh processes, nothing of it in the page cache: from attach to the end of the first step, without the "
+            "start of processes and model."
         )
     else:
         reading = "From the third checkpoint on: the first two tell what changes."

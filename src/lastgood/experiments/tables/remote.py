@@ -167,7 +167,7 @@ def _label(record: RemoteRecord, way: Way) -> str:
         storage = next(storage.label for storage in STORAGES if storage.name == spec.dcp_storage)
         return f"DCP async to S3\n({storage})"
     if way == "other-ranks":
-        return f"S3 on {spec.other_ranks}\nof {spec.ranks} ranks"
+        return f"S3 on {spec.other_ranks}\n(saved by {spec.ranks})"
     return _LABELS[way]
 
 
