@@ -54,9 +54,9 @@ def describe(
     foreign = [number for number, one in enumerate(held) if id(one) not in places]
     if foreign:
         raise ConfigError(f"parameter {foreign[0]} of the optimizer is none of the model: DDP would not reduce it")
+    spec = probed(optimizer)
     if optimizer.state:
         raise ConfigError("the optimizer has a state: a job is described before its first step, and before a restore")
-    spec = probed(optimizer)
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps is from 1 to {MAX_STEPS}, not {steps}")
     return JobDescription(
