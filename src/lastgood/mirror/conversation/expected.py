@@ -187,6 +187,11 @@ class CollectiveSequence:
         return None
 
     @property
+    def sizes_bytes(self) -> int | None:
+        """Bytes of the rebuilt buckets' sizes, once their number was announced."""
+        return None if self._announced is None else _INT * self._announced
+
+    @property
     def buckets_known(self) -> bool:
         """Whether `buckets` are those of the next gradients."""
         return not self._rebuilt or self._assumed or (self._order is not None and self._sizes is not None)

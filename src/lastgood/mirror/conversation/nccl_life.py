@@ -1,0 +1,409 @@
+"""One communicator of NCCL: its collectives by order and sizes, matched with the sequence that a training must have.
+
+There are no tags. Each flow is one channel of one rank; which, is one of several hypotheses until sizes leave one. A
+collective is known when one candidate of the sequence, in one protocol, is left that fits all flows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from lastgood.mirror.conversation.expected import CollectiveSequence, Item, shapes_difference
+from lastgood.mirror.conversation.nccl_plan import NcclMessage, NcclPlan, Role
+from lastgood.mirror.conversation.places import (
+    CONTENT_KINDS,
+    IGNORED,
+    Answer,
+    Buckets,
+    Closed,
+    Contradiction,
+    Event,
+    Expect,
+    Learned,
+    LostStep,
+    Place,
+    StepOpen,
+)
+from lastgood.mirror.job.description import JobDescription
+from lastgood.mirror.streams.messages import Flow
+
+__all__ = ["NcclLife"]
+
+_MOST_WAITING: Final = 1 << 17
+"""Messages of a flow that are not resolved."""
+_MOST_PLACED: Final = 1 << 18
+_TRIM_EVERY: Final = 4096
+_STRANGERS: Final = (1, 4, 8)
+"""Bytes of all-reduces that are passed over: barriers, counts and flags."""
+
+
+@dataclass
+class _Cursor:
+    """How far a flow is, if it has a certain role."""
+
+    collective: int = 0
+    """Index of the collective whose message comes next."""
+    message: int = 0
+    """Which of its messages."""
+    at: int = 0
+    """Which message of the flow."""
+
+
+@dataclass
+class _NcclFlow:
+    flow: Flow
+    sizes: list[int] = field(default_factory=list)
+    first: int = 0
+    """Number, among data messages, of the first one in `sizes`."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Message number to number among data messages."""
+    roles: dict[Role, _Cursor] = field(default_factory=dict)
+    places: dict[int, tuple[int, NcclMessage]] = field(default_factory=dict)
+    """Of data messages, once the role is certain."""
+    placed: int = 0
+    closed: bool = False
+
+
+@dataclass
+class _Known:
+    item: Item
+    protocol: str
+    collective: int
+    stranger: bool = False
+
+
+class NcclLife:
+    """Follows one communicator from its first collective on."""
+
+    def __init__(
+        self,
+        job: JobDescription,
+        emit: Callable[[Event], None],
+        serials: Iterator[int],
+        begun: Callable[[NcclLife], None],
+    ) -> None:
+        self._job = job
+        self._emit = emit
+        self._serials = serials
+        self._begun = begun
+        self._plan = NcclPlan(job)
+        self._sequence = CollectiveSequence(job)
+        self.flows: dict[int, _NcclFlow] = {}
+        self._known: dict[int, _Known] = {}
+        self._count = 0
+        """Collectives that are known; the oldest ones are forgotten."""
+        self._noted: dict[int, tuple[int, int]] = {}
+        """By flow: the collective, and which of its messages, whose place is noted next."""
+        self._open: dict[int, Item] = {}
+        self._contents: dict[int, Item] = {}
+        self.dead: str | None = None
+        self.started = False
+        self._step = -1
+        self._buckets: tuple[tuple[int, ...], ...] | None = None
+        self._learned = 0
+        self._lost: set[int] = set()
+
+    @property
+    def young(self) -> bool:
+        """Whether nothing is known of it yet, so that more flows may belong to it."""
+        return not self._count
+
+    def opened(self, flow: Flow) -> None:
+        """A flow of this communicator."""
+        self.flows[flow.index] = _NcclFlow(flow, roles={role: _Cursor() for role in self._plan.roles})
+
+    def closed(self, flow: int) -> None:
+        """Nothing more comes in it."""
+        self.flows[flow].closed = True
+        if all(one.closed for one in self.flows.values()):
+            self.finish()
+
+    def head(self, flow: int, message: int, nbytes: int) -> None:
+        """A message begins."""
+        here = self.flows[flow]
+        if self.dead is not None:
+            return
+        here.numbers[message] = here.first + len(here.sizes)
+        here.sizes.append(nbytes)
+        if len(here.sizes) > _MOST_WAITING:
+            self._trim(here)
+        if len(here.sizes) > _MOST_WAITING:
+            self._die("messages come that cannot be told")
+            return
+        self._follow(here)
+        self._resolve()
+        if len(here.sizes) % _TRIM_EVERY == 0 or len(here.places) > _MOST_PLACED:
+            self._trim(here)
+
+    def _trim(self, here: _NcclFlow) -> None:
+        """Forget what nothing asks for any more."""
+        done = min((cursor.at for cursor in here.roles.values()), default=0) - here.first
+        del here.sizes[:done]
+        here.first += done
+        for message in list(here.numbers)[: max(0, len(here.numbers) - _MOST_PLACED // 2)]:
+            here.places.pop(here.numbers.pop(message), None)
+        needed = min(cursor.collective for one in self.flows.values() for cursor in one.roles.values())
+        needed = min(needed, *(index for index, _ in self._noted.values()), self._count)
+        for index in [index for index in self._known if index < needed]:
+            del self._known[index]
+
+    # -- hypotheses ------------------------------------------------------------------------------------------------
+
+    def _follow(self, here: _NcclFlow) -> None:
+        """Compare what a flow has with the collectives that are known; drop roles that do not fit."""
+        for role in list(here.roles):
+            if not self._goes_on(here, role):
+                del here.roles[role]
+        if not here.roles:
+            self._die("messages are missing, or are none of the training's: NCCL's traffic has no tags to go on by")
+            return
+        if len(here.roles) == 1:
+            self._exclude(here)
+            self._note_places(here)
+
+    def _goes_on(self, here: _NcclFlow, role: Role) -> bool:
+        cursor = here.roles[role]
+        while cursor.collective < self._count:
+            known = self._known[cursor.collective]
+            plan = self._plan.of(known.item, known.protocol, role)
+            while cursor.message < len(plan) and cursor.at < here.first + len(here.sizes):
+                if plan[cursor.message].nbytes != here.sizes[cursor.at - here.first]:
+                    return False
+                cursor.message += 1
+                cursor.at += 1
+            if cursor.message < len(plan):
+                return True
+            cursor.collective, cursor.message = cursor.collective + 1, 0
+        return True
+
+    def _exclude(self, here: _NcclFlow) -> None:
+        """A role that is certain is nobody else's."""
+        (role,) = here.roles
+        for other in self.flows.values():
+            if other is not here and role in other.roles and len(other.roles) > 1:
+                del other.roles[role]
+                if len(other.roles) == 1:
+                    self._exclude(other)
+                    self._note_places(other)
+        ranks = {next(iter(one.roles))[0]: one.flow.source for one in self.flows.values() if len(one.roles) == 1}
+        if len(ranks) > self._learned:
+            self._learned = len(ranks)
+            self._emit(Learned(self._job.ranks, tuple((address, rank) for rank, address in sorted(ranks.items()))))
+
+    def _note_places(self, here: _NcclFlow) -> None:
+        """Places of messages up to the cursor of the only role."""
+        ((role, cursor),) = here.roles.items()
+        position = here.placed
+        index, message = self._noted.get(here.flow.index, (0, 0))
+        while position < cursor.at:
+            known = self._known[index]
+            plan = self._plan.of(known.item, known.protocol, role)
+            if message == len(plan):
+                index, message = index + 1, 0
+                continue
+            if not known.stranger:
+                here.places[position] = known.collective, plan[message]
+            position, message = position + 1, message + 1
+        self._noted[here.flow.index] = index, message
+        here.placed = position
+
+    # -- the next collective ---------------------------------------------------------------------------------------
+
+    def _resolve(self) -> None:
+        while self.dead is None:
+            options = self._options()
+            if not options:
+                return
+            stranger = False
+            possible = [one for one in options if self._fits(*one, shown=False)]
+            if not possible:
+                stranger = True
+                possible = [one for one in self._strangers() if self._fits(*one, shown=False)]
+            if not possible:
+                if self._sequence.inside in ("start", "rebuild", "buffers") and self._sequence.give_up():
+                    continue
+                self._die("messages came that are none of the training's")
+                return
+            shown = [one for one in possible if self._fits(*one, shown=True)]
+            if not shown or any(not self._same(shown[0], one) for one in shown[1:]):
+                return  # more messages will tell
+            self._accept(*shown[0], stranger)
+
+    def _same(self, one: tuple[Item, str], other: tuple[Item, str]) -> bool:
+        """Whether two options are one collective in the same messages."""
+        return one[0] == other[0] and all(
+            self._plan.of(*one, role) == self._plan.of(*other, role) for role in self._plan.roles
+        )
+
+    def _options(self) -> list[tuple[Item, str]]:
+        """Candidates of the sequence in each protocol; none while what comes depends on content."""
+        found = []
+        for item in self._sequence.candidates():
+            nbytes = item.nbytes
+            if nbytes is None and item.kind == "sizes":
+                nbytes = 16 * sum(len(self._job.parameters[index].shape) for index in self._job.trainable)
+            if nbytes is None:
+                nbytes = self._sequence.sizes_bytes
+            if nbytes is None:
+                return []
+            found += [(replace(item, nbytes=nbytes), protocol) for protocol in self._plan.protocols]
+        return found
+
+    def _strangers(self) -> list[tuple[Item, str]]:
+        types = {1: "int8", 4: "int32", 8: "int64"}
+        return [
+            (Item("allreduce", "other", nbytes, types[nbytes], -1, "gradients", -1), protocol)
+            for nbytes in _STRANGERS
+            for protocol in self._plan.protocols
+        ]
+
+    def _fits(self, item: Item, protocol: str, *, shown: bool) -> bool:
+        """Whether flows can have different roles so that all agree, and (`shown`) a message of it is there.
+
+        A rank's channels go from one collective to the next together: what it sends for a later one comes after.
+        """
+        speaking = [one for one in self.flows.values() if one.first + len(one.sizes)]
+        roles = {
+            one.flow.index: [role for role in one.roles if self._role_fits(one, role, item, protocol)]
+            for one in speaking
+        }
+        if not shown:
+            return match_roles(roles)
+        return any(
+            self._plan.of(item, protocol, role)
+            and self._waits(here, role)
+            and match_roles({**roles, here.flow.index: [role]})
+            for here in speaking
+            for role in roles[here.flow.index]
+        )
+
+    def _waits(self, here: _NcclFlow, role: Role) -> bool:
+        """Whether a flow has messages of what is not known yet, if it has this role."""
+        cursor = here.roles[role]
+        return cursor.collective == self._count and cursor.at < here.first + len(here.sizes)
+
+    def _role_fits(self, here: _NcclFlow, role: Role, item: Item, protocol: str) -> bool:
+        cursor = here.roles[role]
+        if cursor.collective < self._count:
+            return True  # messages of earlier ones are still to come
+        for one, nbytes in zip(self._plan.of(item, protocol, role), here.sizes[cursor.at - here.first :], strict=False):
+            if one.nbytes != nbytes:
+                return False
+        return True
+
+    def _accept(self, item: Item, protocol: str, stranger: bool) -> None:
+        collective = next(self._serials)
+        if not stranger:
+            self._advance(item)
+        self._known[self._count] = _Known(item, protocol, collective, stranger or item.kind == "other")
+        self._count += 1
+        if not stranger and item.kind != "other" and self.dead is None:
+            assert item.nbytes is not None
+            for number, before in list(self._open.items()):
+                if before.phase < item.phase - 1:
+                    del self._open[number]
+                    self._emit(Closed(number))
+            self._open[collective] = item
+            if item.kind in CONTENT_KINDS:
+                self._contents[collective] = item
+            self._emit(Expect(collective, item.kind, item.nbytes, item.dtype, item.step, item.bucket, item.tensors))
+        for here in list(self.flows.values()):
+            if self.dead is None:
+                self._follow(here)
+
+    def _advance(self, item: Item) -> None:
+        if item.group == "start":
+            if item.index == 2 and not self.started:
+                self.started = True
+                self._begun(self)
+        elif item.step > self._step:
+            self._step = item.step
+            self._emit(StepOpen(item.step))
+        if item.group == "gradients" and self._sequence.inside is None and self._buckets is not self._sequence.buckets:
+            rebuilt = self._buckets is not None
+            self._buckets = self._sequence.buckets
+            self._emit(Buckets(item.step, self._sequence.buckets, rebuilt))
+        if item.group == "buffers" and item.index == 0 and self._sequence.buffers_repeated:
+            self._emit(LostStep(item.step, "buffers were broadcast more than once before it", "buffers"))
+        self._sequence.accept(item)
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    def place(self, flow: int, message: int) -> Answer:
+        """Where a message's payload belongs."""
+        here = self.flows[flow]
+        number = here.numbers.get(message)
+        if number is None:
+            return IGNORED
+        found = here.places.get(number)
+        if found is None:
+            return IGNORED if self.dead is not None or number < here.placed else None
+        collective, one = found
+        return Place(collective, one.begin, one.end, True) if one.final else IGNORED
+
+    def lost(self, flow: int, message: int) -> None:
+        """Bytes of a message are lost. With two ranks they do not pass again."""
+        here = self.flows[flow]
+        found = here.places.get(here.numbers.get(message, -1))
+        if found is None or not found[1].final or self._job.ranks > 2:
+            return
+        item = self._open.get(found[0])
+        if item is not None and item.group == "gradients" and item.step not in self._lost:
+            self._lost.add(item.step)
+            self._emit(LostStep(item.step, "bytes of it are lost, and they pass only once"))
+
+    def resynced(self) -> None:
+        """Messages are missing."""
+        self._die("messages are missing, and NCCL's traffic has no tags to go on by")
+
+    def content(self, collective: int, data: bytes) -> None:
+        """All bytes of a small collective."""
+        item = self._contents.pop(collective, None)
+        if item is None or self.dead is not None:
+            return
+        wrong = None
+        if item.kind == "count":
+            counts = {int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)}
+            if counts != {len(self._job.trainable)}:
+                wrong = f"the ranks have {sorted(counts)[:4]} trainable parameters, not {len(self._job.trainable)}"
+        elif item.kind == "sizes":
+            wrong = shapes_difference(self._job, data)
+        elif item.kind == "bucket-order":
+            wrong = self._sequence.bucket_order(data)
+        else:
+            wrong = self._sequence.bucket_sizes(data)
+        if wrong is not None:
+            self._emit(Contradiction(wrong))
+            self._die(wrong)
+        self._resolve()
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        for number in sorted(self._open):
+            self._emit(Closed(number))
+        self._open.clear()
+
+    def _die(self, why: str) -> None:
+        if self.dead is None:
+            self.dead = why
+            if self.started:
+                self._emit(LostStep(max(self._sequence.step, 0), why))
+            self.finish()
+
+
+def match_roles(allowed: dict[int, list[Role]]) -> bool:
+    """Whether each flow can have one of its roles, and no role is that of two flows."""
+    owner: dict[Role, int] = {}
+
+    def find(flow: int, tried: set[Role]) -> bool:
+        for role in allowed[flow]:
+            if role not in tried:
+                tried.add(role)
+                if role not in owner or find(owner[role], tried):
+                    owner[role] = flow
+                    return True
+        return False
+
+    return all(find(flow, set()) for flow in allowed)
