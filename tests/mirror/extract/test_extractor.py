@@ -200,8 +200,8 @@ def test_heads_and_flows_reach_the_conversation(two_flows):
     extractor.finish()
     assert conversation.heard == [
         ("opened", 3),
-        ("head", 3, 9, 12),
         ("resynced", 3, "a hole"),
+        ("head", 3, 9, 12),
         ("closed", 3),
         ("finish",),
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lastgood.mirror.conversation.expected import CollectiveSequence, Item, shapes_difference
-from lastgood.mirror.conversation.nccl_plan import NcclMessage, NcclPlan, Role
+from lastgood.mirror.conversation.nccl_plan import NcclMessage, NcclPlan, Role, Variant
 from lastgood.mirror.conversation.places import (
     CONTENT_KINDS,
     IGNORED,
@@ -69,7 +69,7 @@ class _NcclFlow:
 @dataclass
 class _Known:
     item: Item
-    protocol: str
+    variant: Variant
     collective: int
     stranger: bool = False
 
@@ -167,7 +167,7 @@ class NcclLife:
         cursor = here.roles[role]
         while cursor.collective < self._count:
             known = self._known[cursor.collective]
-            plan = self._plan.of(known.item, known.protocol, role)
+            plan = self._plan.of(known.item, known.variant, role)
             while cursor.message < len(plan) and cursor.at < here.first + len(here.sizes):
                 if plan[cursor.message].nbytes != here.sizes[cursor.at - here.first]:
                     return False
@@ -199,7 +199,7 @@ class NcclLife:
         index, message = self._noted.get(here.flow.index, (0, 0))
         while position < cursor.at:
             known = self._known[index]
-            plan = self._plan.of(known.item, known.protocol, role)
+            plan = self._plan.of(known.item, known.variant, role)
             if message == len(plan):
                 index, message = index + 1, 0
                 continue
@@ -227,17 +227,11 @@ class NcclLife:
                 self._die("messages came that are none of the training's")
                 return
             shown = [one for one in possible if self._fits(*one, shown=True)]
-            if not shown or any(not self._same(shown[0], one) for one in shown[1:]):
+            if len(shown) != 1:
                 return  # more messages will tell
             self._accept(*shown[0], stranger)
 
-    def _same(self, one: tuple[Item, str], other: tuple[Item, str]) -> bool:
-        """Whether two options are one collective in the same messages."""
-        return one[0] == other[0] and all(
-            self._plan.of(*one, role) == self._plan.of(*other, role) for role in self._plan.roles
-        )
-
-    def _options(self) -> list[tuple[Item, str]]:
+    def _options(self) -> list[tuple[Item, Variant]]:
         """Candidates of the sequence in each protocol; none while what comes depends on content."""
         found = []
         for item in self._sequence.candidates():
@@ -248,31 +242,29 @@ class NcclLife:
                 nbytes = self._sequence.sizes_bytes
             if nbytes is None:
                 return []
-            found += [(replace(item, nbytes=nbytes), protocol) for protocol in self._plan.protocols]
+            sized = replace(item, nbytes=nbytes)
+            found += [(sized, variant) for variant in self._plan.variants(sized)]
         return found
 
-    def _strangers(self) -> list[tuple[Item, str]]:
+    def _strangers(self) -> list[tuple[Item, Variant]]:
         types = {1: "int8", 4: "int32", 8: "int64"}
-        return [
-            (Item("allreduce", "other", nbytes, types[nbytes], -1, "gradients", -1), protocol)
-            for nbytes in _STRANGERS
-            for protocol in self._plan.protocols
-        ]
+        items = [Item("allreduce", "other", nbytes, types[nbytes], -1, "gradients", -1) for nbytes in _STRANGERS]
+        return [(item, variant) for item in items for variant in self._plan.variants(item)]
 
-    def _fits(self, item: Item, protocol: str, *, shown: bool) -> bool:
+    def _fits(self, item: Item, variant: Variant, *, shown: bool) -> bool:
         """Whether flows can have different roles so that all agree, and (`shown`) a message of it is there.
 
         A rank's channels go from one collective to the next together: what it sends for a later one comes after.
         """
         speaking = [one for one in self.flows.values() if one.first + len(one.sizes)]
         roles = {
-            one.flow.index: [role for role in one.roles if self._role_fits(one, role, item, protocol)]
+            one.flow.index: [role for role in one.roles if self._role_fits(one, role, item, variant)]
             for one in speaking
         }
         if not shown:
             return match_roles(roles)
         return any(
-            self._plan.of(item, protocol, role)
+            self._plan.of(item, variant, role)
             and self._waits(here, role)
             and match_roles({**roles, here.flow.index: [role]})
             for here in speaking
@@ -284,20 +276,20 @@ class NcclLife:
         cursor = here.roles[role]
         return cursor.collective == self._count and cursor.at < here.first + len(here.sizes)
 
-    def _role_fits(self, here: _NcclFlow, role: Role, item: Item, protocol: str) -> bool:
+    def _role_fits(self, here: _NcclFlow, role: Role, item: Item, variant: Variant) -> bool:
         cursor = here.roles[role]
         if cursor.collective < self._count:
             return True  # messages of earlier ones are still to come
-        for one, nbytes in zip(self._plan.of(item, protocol, role), here.sizes[cursor.at - here.first :], strict=False):
+        for one, nbytes in zip(self._plan.of(item, variant, role), here.sizes[cursor.at - here.first :], strict=False):
             if one.nbytes != nbytes:
                 return False
         return True
 
-    def _accept(self, item: Item, protocol: str, stranger: bool) -> None:
+    def _accept(self, item: Item, variant: Variant, stranger: bool) -> None:
         collective = next(self._serials)
         if not stranger:
             self._advance(item)
-        self._known[self._count] = _Known(item, protocol, collective, stranger or item.kind == "other")
+        self._known[self._count] = _Known(item, variant, collective, stranger or item.kind == "other")
         self._count += 1
         if not stranger and item.kind != "other" and self.dead is None:
             assert item.nbytes is not None

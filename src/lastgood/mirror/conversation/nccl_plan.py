@@ -10,10 +10,12 @@ from lastgood.mirror.conversation.expected import Item
 from lastgood.mirror.job.description import JobDescription
 from lastgood.wire.nccl import messages, nccl_broadcast, nccl_layout, simple_slices
 
-__all__ = ["NcclMessage", "NcclPlan", "Role"]
+__all__ = ["NcclMessage", "NcclPlan", "Role", "Variant"]
 
 Role = tuple[int, int]
 """Rank that sends, and channel."""
+Variant = tuple[str, int]
+"""Protocol, and how many channels are used: NCCL takes fewer for small buffers."""
 _LL_GRAIN_BYTES = 8
 
 
@@ -28,23 +30,38 @@ class NcclMessage:
 
 
 class NcclPlan:
-    """The plans of one job, by collective, protocol and role."""
+    """The plans of one job, by collective, variant and role."""
 
     def __init__(self, job: JobDescription) -> None:
         self._ranks = job.ranks
         self._backend = job.backend
         self.roles = [(rank, channel) for rank in range(job.ranks) for channel in range(job.backend.channels)]
-        self.protocols = (job.backend.protocol,) if job.backend.protocol else ("simple", "ll")
+        protocols = (job.backend.protocol,) if job.backend.protocol else ("simple", "ll")
+        self._variants = [(protocol, used) for used in range(job.backend.channels, 0, -1) for protocol in protocols]
         # The sizes of an all-reduce, a broadcast or an all-gather decide; a few of them come again and again.
-        self._made: Callable[[str, int, int, str], dict[Role, list[NcclMessage]]] = lru_cache(maxsize=512)(self._make)
+        self._made: Callable[[str, int, int, Variant], dict[Role, list[NcclMessage]]] = lru_cache(maxsize=512)(
+            self._make
+        )
 
-    def of(self, item: Item, protocol: str, role: Role) -> list[NcclMessage]:
+    def of(self, item: Item, variant: Variant, role: Role) -> list[NcclMessage]:
         """What the role sends, in order. Raises ConfigError for layouts that are not known."""
-        assert item.nbytes is not None
-        return self._made(item.op, item.nbytes, item.item_bytes, protocol).get(role, [])
+        return self._all(item, variant).get(role, [])
 
-    def _make(self, op: str, nbytes: int, item_bytes: int, protocol: str) -> dict[Role, list[NcclMessage]]:
+    def _all(self, item: Item, variant: Variant) -> dict[Role, list[NcclMessage]]:
+        assert item.nbytes is not None
+        return self._made(item.op, item.nbytes, item.item_bytes, variant)
+
+    def variants(self, item: Item) -> list[Variant]:
+        """Those that differ for this collective."""
+        found: list[Variant] = []
+        for variant in self._variants:
+            if all(self._all(item, variant) != self._all(item, one) for one in found):
+                found.append(variant)
+        return found
+
+    def _make(self, op: str, nbytes: int, item_bytes: int, variant: Variant) -> dict[Role, list[NcclMessage]]:
         backend, ranks = self._backend, self._ranks
+        protocol, channels = variant
         found: dict[Role, list[NcclMessage]] = {}
 
         def add(rank: int, channel: int, begin: int, end: int, final: bool) -> None:
@@ -57,7 +74,7 @@ class NcclPlan:
             chunks = nccl_broadcast(
                 nbytes,
                 ranks,
-                channels=backend.channels,
+                channels=channels,
                 version=backend.version,
                 protocol=protocol,
                 buffer_bytes=backend.buffer_bytes,
@@ -80,7 +97,7 @@ class NcclPlan:
                 nbytes // item_bytes,
                 item_bytes,
                 ranks,
-                channels=backend.channels,
+                channels=channels,
                 version=backend.version,
                 protocol=protocol,
                 buffer_bytes=backend.buffer_bytes,

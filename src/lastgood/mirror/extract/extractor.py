@@ -57,6 +57,9 @@ class Extractor:
         conversation = self.conversation
         for flow in parsed.opened:
             conversation.opened(flow)
+        for flow_index, why in parsed.resynced:
+            self.counters["resynced"] += 1
+            conversation.resynced(flow_index, why)
         fields = (parsed.heads[name].tolist() for name in ("flow", "message", "slot", "opcode", "nbytes"))
         for flow_index, message, slot, opcode, nbytes in zip(*fields, strict=True):
             conversation.head(flow_index, message, slot, opcode, nbytes)
@@ -72,9 +75,6 @@ class Extractor:
         for flow_index, message, rows in waiting:
             self._stage(flow_index, message, rows)
         self._hear_losses(parsed)
-        for flow_index, why in parsed.resynced:
-            self.counters["resynced"] += 1
-            conversation.resynced(flow_index, why)
         for flow_index in parsed.closed:
             conversation.closed(flow_index)
         self._listen()

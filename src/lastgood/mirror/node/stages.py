@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lastgood.errors import ConfigError
 from lastgood.mirror.conversation.places import Conversation
 from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.streams.messages import Parser
@@ -28,10 +27,7 @@ def parser_for(job: JobDescription) -> Parser:
 
 
 def conversation_for(job: JobDescription, watched: Sequence[str]) -> Conversation:
-    """Follows collectives of the job's backend. Raises ConfigError for one that is not followed yet."""
-    if job.backend.kind == "gloo":
-        from lastgood.mirror.conversation.gloo import GlooConversation
+    """Follows collectives of the job's backend."""
+    from lastgood.mirror.conversation.opening import open_conversation
 
-        conversation: Conversation = GlooConversation(job, watched)
-        return conversation
-    raise ConfigError("NCCL's collectives are not followed yet")
+    return open_conversation(job, watched)
