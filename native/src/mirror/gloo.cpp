@@ -72,7 +72,9 @@ class Announced {
     }
     // The payload of the message that follows `ahead` others of the slot; nullptr if it was not announced.
     const std::uint64_t* next(std::uint64_t slot, std::size_t ahead) const {
-        const Slot& known = slots_.at(slot);
+        const auto found = slots_.find(slot);
+        if (found == slots_.end()) return nullptr;
+        const Slot& known = found->second;
         if (ahead < known.to_send.size()) return &known.to_send[ahead];
         if (ahead < known.to_receive.size()) return &known.to_receive[ahead];
         return nullptr;
@@ -322,7 +324,8 @@ class GlooReader : public Reader {
     void begin_early() {
         const std::uint64_t nbytes = little64(head_);
         const Header header{nbytes, little64(head_ + 8), little64(head_ + 16), 0, nbytes - kHeaderBytes, 0};
-        if (header.opcode == kData && nbytes >= kHeaderBytes && header.possible()) {
+        const std::uint64_t* announced = shared_->announced[side_].next(header.slot, 0);
+        if (header.opcode == kData && announced && *announced == header.length && header.possible()) {
             skip_ = kHeaderBytes - head_size_;
             begin(header);
         }

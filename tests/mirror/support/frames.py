@@ -15,6 +15,8 @@ import numpy as np
 from lastgood.mirror.capture.frames import COOKED, COOKED_V2, ETHERNET, FRAME, FrameBatch
 from lastgood.mirror.streams.messages import DATA, Flow, Parsed, Parser
 
+MOST_BYTES = 1 << 24
+"""Of a message that is kept here: a damaged header may say more."""
 FIN, SYN, RST, PSH, ACK = 1, 2, 4, 8, 16
 
 
@@ -170,10 +172,13 @@ class Messages:
             assert (flow, number) not in self.all
             message = self.all[flow, number] = Message(flow, number, opcode, slot, nbytes, time_ns)
             if opcode <= DATA:
-                message.content, message.known = bytearray(nbytes), bytearray(nbytes)
+                room = min(nbytes, MOST_BYTES)
+                message.content, message.known = bytearray(room), bytearray(room)
         for flow, _, number, offset, address, nbytes in parsed.pieces.tolist():
             message = self.all[flow, number]
             assert nbytes and offset + nbytes <= message.nbytes
+            if offset + nbytes > MOST_BYTES:
+                continue
             assert not any(message.known[offset : offset + nbytes]), "once"
             message.content[offset : offset + nbytes] = ctypes.string_at(address, nbytes)
             message.known[offset : offset + nbytes] = b"\1" * nbytes
@@ -181,8 +186,9 @@ class Messages:
             message = self.all[flow, number]
             nbytes = nbytes or message.nbytes
             assert offset + nbytes <= message.nbytes
-            assert not any(message.known[offset : offset + nbytes]), "lost, and did not come"
-            message.known[offset : offset + nbytes] = b"\2" * nbytes
+            end = min(offset + nbytes, MOST_BYTES)
+            assert not any(message.known[offset:end]), "lost, and did not come"
+            message.known[offset:end] = b"\2" * (end - offset)
         self.closed += parsed.closed
         self.resynced += parsed.resynced
         self.refused += parsed.refused

@@ -126,8 +126,8 @@ class _Announced:
 
     def next(self, number: int, ahead: int) -> int | None:
         """The payload of the message that follows `ahead` others of the slot; None if it was not announced."""
-        slot = self._slots[number]
-        for announced in (slot.to_send, slot.to_receive):
+        slot = self._slots.get(number)
+        for announced in (slot.to_send, slot.to_receive) if slot else ():
             if ahead < len(announced):
                 return announced[ahead]
         return None
@@ -354,10 +354,11 @@ class _GlooReader:
             mine.sent(header.slot)
 
     def _begin_early(self) -> None:
-        """Begin a message whose header is there up to its first three fields, if it carries data."""
+        """Begin a message whose header is there up to its first three fields, if it is data that was announced so."""
         nbytes, opcode, slot = struct.unpack_from("<3Q", self._head)
         header = GlooHeader(nbytes, opcode, slot, 0, nbytes - HEADER_BYTES, 0)
-        if opcode == DATA and nbytes >= HEADER_BYTES and header.possible():
+        announced = self._shared.announced[self._side].next(slot, 0)
+        if opcode == DATA and announced == header.length and header.possible():
             self._skip = HEADER_BYTES - len(self._head)
             self._begin(header)
 
