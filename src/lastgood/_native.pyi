@@ -455,10 +455,15 @@ class PacketBlocks:
 
     def __init__(self, address: int, block_bytes: int, blocks: int, link: int) -> None: ...
     def read(self, fd: int, table: int, limit: int, timeout_s: float) -> int:
-        """Fill up to `limit` rows of FRAME at address `table` from one block, the caller's until the next call.
+        """Fill up to `limit` rows of FRAME at address `table` from one block, the caller's until it is released.
 
         0: none came in time; below 0: minus the errno of the socket. With `fd` -1 it does not wait.
         """
+    def release(self) -> bool:
+        """Give the oldest block that was read to its end back to the kernel. False: there is none."""
+    @property
+    def oldest(self) -> int:
+        """The number of that block; below 0: there is none."""
     def counters(self) -> dict[str, int]:
         """Frames and bytes, and what was seen of them: truncated, no_checksum, vlan_restored, own, damaged_blocks."""
 

@@ -39,8 +39,10 @@ void bind_packet_blocks(nb::module_& module) {
                 return self.read(fd, frames_at(table), limit, timeout_s);
             },
             "fd"_a, "table"_a, "limit"_a, "timeout_s"_a,
-            "Fill up to `limit` rows of FRAME at address `table` from one block, which is the caller's until the next\n"
-            "call. 0: none came in time; below 0: minus the errno of the socket.")
+            "Fill up to `limit` rows of FRAME at address `table` from one block, which is the caller's until it is\n"
+            "released. 0: none came in time; below 0: minus the errno of the socket.")
+        .def("release", &PacketBlocks::release, "Give the oldest block that was read to its end back; False: none is.")
+        .def_prop_ro("oldest", &PacketBlocks::oldest, "The number of that block; below 0: there is none.")
         .def("counters", [](const PacketBlocks& self) {
             const PacketBlocks::Counters& found = self.counters();
             nb::dict counters;

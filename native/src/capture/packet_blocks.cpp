@@ -50,20 +50,29 @@ void restore_tag(unsigned char* frame, const tpacket3_hdr& header) {
 }  // namespace
 
 bool PacketBlocks::begin_block() {
+    if (held_ == blocks_) return false;
     unsigned char* block = memory_ + block_ * block_bytes_;
     if ((__atomic_load_n(status_of(block), __ATOMIC_ACQUIRE) & TP_STATUS_USER) == 0) return false;
     tpacket_block_desc head;
     std::memcpy(&head, block, sizeof head);
     open_ = true;
+    ++held_;
     left_ = head.hdr.bh1.num_pkts;
     position_ = head.hdr.bh1.offset_to_first_pkt;
     return true;
 }
 
 void PacketBlocks::end_block() {
-    __atomic_store_n(status_of(memory_ + block_ * block_bytes_), TP_STATUS_KERNEL, __ATOMIC_RELEASE);
     block_ = (block_ + 1) % blocks_;
     open_ = false;
+}
+
+bool PacketBlocks::release() {
+    if (oldest() < 0) return false;
+    __atomic_store_n(status_of(memory_ + oldest_ * block_bytes_), TP_STATUS_KERNEL, __ATOMIC_RELEASE);
+    oldest_ = (oldest_ + 1) % blocks_;
+    --held_;
+    return true;
 }
 
 std::size_t PacketBlocks::walk(Frame* table, std::size_t limit) {
@@ -119,17 +128,16 @@ std::size_t PacketBlocks::walk(Frame* table, std::size_t limit) {
 }
 
 long PacketBlocks::read(int fd, Frame* table, std::size_t limit, double timeout_s) {
-    if (open_ && left_ == 0) end_block();
     for (;;) {
-        while (!open_ && !begin_block()) {
-            if (fd < 0) return 0;
+        if (!open_ && !begin_block()) {
+            if (fd < 0 || held_ == blocks_) return 0;
             const int error = wait_for_block(fd, timeout_s);
             if (error != 0) return -error;
             if (!begin_block()) return 0;
         }
         const std::size_t count = walk(table, limit);
+        if (left_ == 0) end_block();
         if (count > 0) return static_cast<long>(count);
-        end_block();  // an empty one, or one that cannot be read
     }
 }
 

@@ -31,6 +31,8 @@ class Ring:
         self.table = np.zeros(5000, FRAME)
 
     def read(self, limit: int = 5000) -> list[tuple[bytes, int, int, int, int]]:
+        while self.reader.release():
+            pass
         count = self.reader.read(-1, self.table.ctypes.data, limit, 0.0)
         return rows_of(FrameBatch(memoryview(self.memory), self.table[:count]))
 
@@ -84,10 +86,23 @@ def test_a_block_is_read_in_parts_and_given_back_once() -> None:
 
 def test_empty_blocks_are_passed_over_and_the_ring_is_a_ring() -> None:
     ring = Ring(kernel_block([], BLOCK), kernel_block(frames(3), BLOCK))
-    assert len(ring.read()) == 3 and ring.status(0) == 0
+    assert len(ring.read()) == 3 and ring.read() == [] and ring.status(0) == ring.status(1) == 0
     again = frames(4, 9)
     ring.memory[:BLOCK] = np.frombuffer(kernel_block(again, BLOCK), np.uint8)
     assert ring.read() == [one.expected() for one in again]
+
+
+def test_blocks_are_held_until_they_are_released_in_their_order() -> None:
+    first, second = frames(20), frames(30, 2)
+    ring = Ring(kernel_block(first, BLOCK), kernel_block(second, BLOCK))
+    assert ring.reader.oldest < 0 and not ring.reader.release()
+    table = ring.table.ctypes.data
+    assert ring.reader.read(-1, table, 5, 0.0) == 5 and not ring.reader.release(), "it is not read to its end"
+    assert ring.reader.read(-1, table, 50, 0.0) == 15 and ring.reader.read(-1, table, 50, 0.0) == 30
+    assert ring.reader.read(-1, table, 50, 0.0) == 0, "all blocks are held: none is read twice"
+    assert (ring.status(0), ring.status(1), ring.reader.oldest) == (1, 1, 0)
+    assert ring.reader.release() and (ring.status(0), ring.status(1), ring.reader.oldest) == (0, 1, 1)
+    assert ring.reader.release() and ring.status(1) == 0 and not ring.reader.release()
 
 
 def test_a_frame_of_64_kib_fits() -> None:

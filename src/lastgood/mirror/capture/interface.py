@@ -10,8 +10,9 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -19,9 +20,6 @@ from lastgood import _native
 from lastgood.errors import ConfigError, HostError
 from lastgood.mirror.capture.frames import ETHERNET, FRAME, MOST_FRAME_BYTES, FrameBatch
 from lastgood.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 __all__ = ["BLOCK_BYTES", "KERNEL_RING_BYTES", "InterfaceSource"]
 
@@ -32,8 +30,15 @@ BLOCK_BYTES: Final = MIB
 _LEAST_BLOCK_BYTES = 128 << 10
 _MOST_BLOCK_BYTES = 64 * MIB
 _MOST_RING_BYTES = 64 << 30
-_RETIRE_MS = 20
+_RETIRE_MS = 5
 """A block that is not full is handed over after so long."""
+_OVERTAKING_NS = 1_000_000
+"""With several processors a frame can come after one that is so much younger; tens of microseconds were seen."""
+_SET_BACK_NS = 100_000_000
+_SETTLED_S = 0.015
+"""After so long without a block nothing older comes: longer than a block stays with the kernel."""
+_LEAST_FRAME_BYTES = 96
+"""What the shortest frame takes in a block."""
 
 _SOL_PACKET = 263
 _ADD_MEMBERSHIP, _RX_RING, _STATISTICS, _VERSION, _RESERVE, _IGNORE_OUTGOING = 1, 5, 6, 10, 12, 23
@@ -54,9 +59,11 @@ _INTERFACE_OF_FRAME = 0xFFFFF008
 class InterfaceSource:
     """A FrameSource of an interface, promiscuous, in both directions unless told otherwise. Needs CAP_NET_RAW.
 
-    With more interfaces (`also`), frames of all come through one ring, in the order in which the kernel got them: two
-    rings would show an acknowledgement before what it acknowledges. While an interface is down nothing comes from it;
-    once one is gone, the source has ended. `counters` has `kernel_dropped`: frames that came while the ring was full.
+    Frames are given in the order of their times: the youngest are held back until nothing older can come
+    (`put_in_order` counts those that were overtaken). With more interfaces (`also`), frames of all come through one
+    ring: two rings would show an acknowledgement before what it acknowledges. While an interface is down nothing comes
+    from it; once one is gone, the source has ended. `counters` has `kernel_dropped`: frames that came while the ring
+    was full.
     """
 
     link_type = ETHERNET
@@ -86,7 +93,10 @@ class InterfaceSource:
         self.ring_bytes = blocks * block_bytes
         self._dropped = self._frozen = self._downs = self._reordered = 0
         self._gone = False
-        self._table = np.empty(0, FRAME)
+        self._block_bytes = block_bytes
+        self._table = np.empty(block_bytes // _LEAST_FRAME_BYTES, FRAME)
+        self._pending = np.empty(0, FRAME)
+        self._taken_at = 0.0
         self._socket = self._open()
         try:
             self._memory = self._map(blocks, block_bytes)
@@ -102,30 +112,56 @@ class InterfaceSource:
 
     def read(self, limit: int, timeout_s: float) -> FrameBatch | None:
         """As `FrameSource.read`; a batch lies in the kernel's ring. Raises HostError if the socket fails."""
-        if self._gone:
+        if self._socket.fileno() < 0:
             return None
-        if len(self._table) < limit:
-            self._table = np.empty(limit, FRAME)
-        count = self._blocks.read(self._socket.fileno(), self._table.ctypes.data, max(1, limit), timeout_s)
+        self._release()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ready = self._ready()
+            left_s = max(0.0, deadline - time.monotonic())
+            if not ready and not self._gone and self._take(min(left_s, _SETTLED_S) if len(self._pending) else left_s):
+                continue
+            if not ready and (self._gone or time.monotonic() - self._taken_at >= _SETTLED_S):
+                ready = len(self._pending)
+            if self._gone and not ready:
+                return None
+            if ready or not left_s:
+                ready = min(ready, max(1, limit))
+                batch, self._pending = self._pending[:ready], self._pending[ready:]
+                return FrameBatch(self._bytes.data, batch)
+
+    def _take(self, timeout_s: float) -> bool:
+        """The frames of one more block, put in order with those that wait. Raises HostError if the socket fails."""
+        count = self._blocks.read(self._socket.fileno(), self._table.ctypes.data, len(self._table), timeout_s)
         if count < 0:
             count = self._failed(-count)
         elif not count and len(self.interfaces) > 1:
             self._gone = not self._all_there()  # a socket of several is not told
-        if self._gone and not count:
-            return None
-        return FrameBatch(self._bytes.data, self._in_order(self._table[:count]))
+        if not count:
+            return False
+        self._taken_at = time.monotonic()
+        found, waiting = self._table[:count], self._pending
+        if len(waiting) and waiting["time_ns"][-1] > found["time_ns"].max() + np.uint64(_SET_BACK_NS):
+            # The clock was set back. What waits came before: it would wait for ever, and its blocks with it.
+            waiting["time_ns"] = np.minimum(waiting["time_ns"], found["time_ns"].min())
+        both = np.concatenate([waiting, found])
+        order = np.argsort(both["time_ns"], kind="stable")
+        self._reordered += int(np.count_nonzero(order[1:] < order[:-1]))
+        self._pending = both[order]
+        return True
 
-    def _in_order(self, table: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """By time: with several processors a frame can overtake one that came some microseconds before it.
+    def _ready(self) -> int:
+        """How many of the frames that wait are older than any that can still come."""
+        if not len(self._pending):
+            return 0
+        times = self._pending["time_ns"]
+        return int(np.searchsorted(times, np.uint64(max(0, int(times[-1]) - _OVERTAKING_NS)), side="right"))
 
-        Then an acknowledgement would be seen before its data. Only within a batch: over its edges it can still happen.
-        """
-        times = table["time_ns"]
-        if len(times) < 2 or not np.any(times[1:] < times[:-1]):
-            return table
-        order = np.argsort(times, kind="stable")
-        self._reordered += int(np.count_nonzero(order != np.arange(len(order))))
-        return table[order]
+    def _release(self) -> None:
+        """Give blocks back of which no frame waits any more, the oldest first."""
+        waiting = set((self._pending["offset"] // self._block_bytes).tolist())
+        while (oldest := self._blocks.oldest) >= 0 and oldest not in waiting:
+            self._blocks.release()
 
     def counters(self) -> dict[str, int]:
         """As `FrameSource.counters`."""
