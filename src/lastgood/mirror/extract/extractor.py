@@ -25,6 +25,7 @@ from lastgood.mirror.conversation.places import (
     Event,
     Expect,
     Incarnation,
+    Place,
 )
 from lastgood.mirror.extract.slots import Filled, Gone, GradientSlots
 from lastgood.mirror.streams.messages import PIECE, Parsed
@@ -49,12 +50,15 @@ class Extractor:
         self._staged: dict[tuple[int, int], list[tuple[int, npt.NDArray[np.uint8]]]] = {}
         self._staged_bytes = 0
         self._closing: list[int] = []
+        self._waiting: list[tuple[int, int, Table]] = []
+        """Pieces of the batch that are not placed yet: (flow, message, rows)."""
         self._out: list[Extracted] = []
         self.counters: Counter[str] = Counter()
 
     def feed(self, parsed: Parsed) -> list[Extracted]:
         """What follows from a batch of messages, in order. Addresses in it are not used after this returns."""
         conversation = self.conversation
+        self._waiting = list(_runs(parsed.pieces))
         for flow in parsed.opened:
             conversation.opened(flow)
         for flow_index, why in parsed.resynced:
@@ -64,16 +68,14 @@ class Extractor:
         for flow_index, message, slot, opcode, nbytes in zip(*fields, strict=True):
             conversation.head(flow_index, message, slot, opcode, nbytes)
         self._listen()
-        waiting = self._place_all(list(_runs(parsed.pieces)))
-        self._retry_staged()
-        while waiting:  # what one collective brings may tell the place of another one's bytes
-            left = self._place_all(waiting)
+        count = -1
+        while len(self._waiting) != count:  # what one collective brings may tell the place of another one's bytes
+            count = len(self._waiting)
+            self._place_waiting()
             self._retry_staged()
-            if len(left) == len(waiting):
-                break
-            waiting = left
-        for flow_index, message, rows in waiting:
+        for flow_index, message, rows in self._waiting:
             self._stage(flow_index, message, rows)
+        self._waiting = []
         self._hear_losses(parsed)
         for flow_index in parsed.closed:
             conversation.closed(flow_index)
@@ -101,6 +103,8 @@ class Extractor:
             events = self.conversation.take()
             for event in events:
                 if isinstance(event, Incarnation):
+                    # Heads are heard first: what the incarnation before had complete is among the bytes of this batch.
+                    self._place_waiting(only_open=True)
                     self._close_all()
                     self.slots.forget()
                 self._out.append(event)
@@ -128,16 +132,20 @@ class Extractor:
         if closing and self._hear_slots():
             self._listen()
 
-    def _place_all(self, runs: list[tuple[int, int, Table]]) -> list[tuple[int, int, Table]]:
-        """Place what is known; returns the others."""
+    def _place_waiting(self, *, only_open: bool = False) -> None:
+        """Place what is known of the batch; with `only_open`, only into buffers that are there already."""
+        waiting, self._waiting = self._waiting, []
         left = []
-        for flow, message, rows in runs:
+        for flow, message, rows in waiting:
             answer = self.conversation.place(flow, message)
-            if answer is None:
+            unknown = answer is None or (
+                only_open and isinstance(answer, Place) and not self.slots.has(answer.collective)
+            )
+            if unknown:
                 left.append((flow, message, rows))
             else:
                 self._put(flow, answer, rows)
-        return left
+        self._waiting = left + self._waiting
 
     def _put(self, flow: int, answer: Answer, rows: Table) -> None:
         if answer is IGNORED or answer is None or not answer.final:

@@ -100,6 +100,10 @@ class GradientSlots:
         slot.by_source[source] = slot.by_source.get(source, 0) + brought
         self._look(collective)
 
+    def has(self, collective: int) -> bool:
+        """Whether a collective is open."""
+        return collective in self._open
+
     def lost(self, collective: int, begin: int, end: int) -> None:
         """A source will not bring these bytes; others may."""
         slot = self._open.get(collective)

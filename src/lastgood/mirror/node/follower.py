@@ -28,7 +28,6 @@ from lastgood.mirror.conversation.places import (
     Incarnation,
     Learned,
     LostStep,
-    StepOpen,
 )
 from lastgood.mirror.extract.extractor import Extracted
 from lastgood.mirror.extract.slots import Filled, Gone
@@ -49,6 +48,8 @@ __all__ = ["Blind", "Follower"]
 _log = logging.getLogger("lastgood.mirror")
 
 Buffer = npt.NDArray[np.uint8]
+_MOST_BUFFERS = 64
+"""Steps whose buffers are kept: several may begin in one batch of packets."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Follower:
         self.learned: Learned | None = None
         self.iteration = 0
         """The newest iteration whose gradients are all there."""
+        self.ended = False
+        """The source has ended: what is open does not count as lost."""
         self.counters: Counter[str] = Counter()
         """steps, incarnations, lost_steps, resyncs, logged."""
 
@@ -123,8 +126,6 @@ class Follower:
             self._begin_incarnation(event)
         elif isinstance(event, Buckets):
             self._steps.learn(event)
-        elif isinstance(event, StepOpen):
-            self._step_opened(event.step)
         elif isinstance(event, Filled):
             self._filled(event.expected, event.memory)
         elif isinstance(event, Gone):
@@ -241,14 +242,6 @@ class Follower:
     def _iteration_of(self, step: int) -> int:
         return (self._base or 0) + step + 1
 
-    def _step_opened(self, step: int) -> None:
-        lacking = self._steps.lacks(self._steps.following) if step > self._steps.following else ""
-        if lacking:
-            self._lost(self._steps.following, f"the next step began, and {lacking} had not come")
-        self._steps.skip_to(step)
-        for older in [one for one in self._buffers if one < step]:
-            del self._buffers[older]
-
     def _filled(self, expected: Expect, memory: Buffer) -> None:
         if expected.kind == "parameters":
             if self._initial is not None:
@@ -299,6 +292,7 @@ class Follower:
                 self._try_given()
                 continue
             self._finish(self._life, self._iteration_of(step), absent)
+            self._side_if_there(step + 1)
 
     def _absent(self, unused: frozenset[int]) -> tuple[int, ...]:
         found = (self.layout.index_of.get(self.job.trainable[one]) for one in unused)
@@ -321,14 +315,21 @@ class Follower:
         """Of the forward of a step: what the step before left behind."""
         step = expected.step
         held = self._buffers.setdefault(step, Broadcast(self.job.buffers))
+        for older in sorted(self._buffers)[:-_MOST_BUFFERS]:
+            del self._buffers[older]
         held.take(expected, memory)
-        if held.complete:
-            self._add_side(step, held)
+        self._side_if_there(step)
 
-    def _add_side(self, step: int, held: Broadcast) -> None:
+    def _side_if_there(self, step: int) -> None:
+        """Both must have come: the gradients of the step before, and the buffers that open this one."""
+        held = self._buffers.get(step)
+        if held is None or not held.complete:
+            return
         iteration = self._iteration_of(step - 1)
         if self._life is not None and self.blind is None and self._unsided == iteration and step > 0:
             self._unsided = None
+            for older in [one for one in self._buffers if one < step]:
+                del self._buffers[older]
             self._life.side(iteration, self._twin.side(iteration, self._frozen, held.tensors))
 
     # -- losses ----------------------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class Follower:
 
     def _lost(self, step: int, why: str) -> None:
         """The gradients of a step will never be complete."""
-        if step < self._steps.following:
+        if step < self._steps.following or self.ended:
             return
         self.counters["lost_steps"] += 1
         self._log.lose(step)
@@ -407,9 +408,7 @@ class Follower:
         for one in logged:
             self._replay(one, last=one is logged[-1])
         self._log.clear()
-        following = self._steps.following
-        if (held := self._buffers.get(following)) is not None and held.complete:
-            self._add_side(following, held)
+        self._side_if_there(self._steps.following)
 
     def _replay(self, one: LoggedStep, *, last: bool) -> None:
         life = self._life

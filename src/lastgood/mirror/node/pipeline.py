@@ -43,7 +43,9 @@ class Pipeline:
         while not stop.is_set():
             batch = self._source.read(_FRAMES, _TICK_S)
             if batch is None:
-                self._hear(self._extractor.finish(self._parser.finish()))
+                self._hear(self._extractor.feed(self._parser.finish()))
+                self._follower.ended = True
+                self._hear(self._extractor.finish())
                 return True
             if len(batch):
                 self._hear(self._extractor.feed(self._parser.feed(batch)))
