@@ -83,6 +83,8 @@ class _Message:
         self.protocol: Literal["simple", "ll"] | None = None
         self.released = False
         """Whether its head was given."""
+        self.given = False
+        """Whether all of it was given, if it is LL."""
         self.parts: list[tuple[int, bytes]] = []
         """What came before its turn, or before the protocol was known; of LL everything."""
         self.lost: list[tuple[int, int]] = []
@@ -232,7 +234,8 @@ class _Set:
         for message in self._waiting:
             if not message.released and not self._decide(message):
                 break
-            if message.protocol == "ll" and message.complete:
+            if message.protocol == "ll" and message.complete and not message.given:
+                message.given = True
                 self._give_ll(message)
         while self._waiting and self._waiting[0].released and self._waiting[0].complete:
             self._waiting.popleft()
@@ -267,6 +270,7 @@ class _Set:
     def _give_ll(self, message: _Message) -> None:
         """The data between the flags; all of it or nothing: a wrong flag says that a line is not there."""
         content = b"".join(part for _, part in sorted(message.parts))
+        message.parts.clear()
         self._kept_bytes -= len(content)
         if message.lost or message.size % _LINE_BYTES or ll_flags(content) is None:
             self._gather.counts["bad_flags"] += not message.lost
