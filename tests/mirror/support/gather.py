@@ -25,11 +25,17 @@ class Gathered:
             self._conversation.opened(flow)
         heads = sorted(found.all.values(), key=lambda one: (one.time_ns, one.flow, one.number))
         for at in range(0, len(heads), batch):
+            for index in {index for index, _ in found.resynced}:  # where, is not kept: every gap counts
+                self._conversation.resynced(index, "a hole")
             for one in heads[at : at + batch]:
                 self._conversation.head(one.flow, one.number, one.slot, one.opcode, one.nbytes)
                 self._waiting.append(one)
             self._listen()
             self._place()
+            for one in heads[at : at + batch]:
+                if 2 in one.known:
+                    self._conversation.lost(one.flow, one.number, 0, one.nbytes)
+            self._listen()
         self._conversation.finish()
         self._listen()
 
@@ -60,7 +66,7 @@ class Gathered:
         before = bytes(self.bytes[number][place.begin : place.end])
         mask = bytes(self.known[number][place.begin : place.end])
         for at in range(size):
-            assert not mask[at] or not one.known[at] or before[at] == one.content[at], "two copies are the same"
+            assert not mask[at] or one.known[at] != 1 or before[at] == one.content[at], "two copies are the same"
         for at in range(size):
             if one.known[at] == 1:
                 self.bytes[number][place.begin + at] = one.content[at]
