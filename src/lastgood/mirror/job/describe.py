@@ -113,7 +113,7 @@ def _ddp_arguments(training: Training) -> dict[str, Any]:
     found = dict(training.ddp)
     model = training.model
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        default_first = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+        default_first = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
         own = {
             "find_unused_parameters": model.find_unused_parameters,
             "static_graph": model.static_graph,

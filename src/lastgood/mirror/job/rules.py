@@ -175,9 +175,9 @@ class Rules(StrictModel):
             count = len(self._initial)
         except CorruptCheckpoint as error:
             raise ValueError(str(error)) from error
-        for one in (*self.varying, *self.scheduler_changes):
-            if one.column >= len(self.columns):
-                raise ValueError(f"column {one.column} of {len(self.columns)}")
+        used = [one.column for one in self.varying] + [one.column for one in self.scheduler_changes]
+        if used and max(used) >= len(self.columns):
+            raise ValueError(f"column {max(used)} of {len(self.columns)}")
         if any(one.group >= count for one in self.varying):
             raise ValueError(f"a group that is none of the {count}")
         for column in self.columns:
@@ -206,4 +206,5 @@ def _changed(group: GroupRule, key: GroupKey, value: float) -> GroupRule:
         return replace(group, betas=(value, group.betas[1]))
     if key == "beta2":
         return replace(group, betas=(group.betas[0], value))
-    return replace(group, **{key: value})
+    number: dict[str, Any] = {key: value}
+    return replace(group, **number)
