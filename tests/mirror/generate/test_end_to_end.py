@@ -1,0 +1,107 @@
+"""Generated RoCEv2 through parser, conversation and extractor: gradients to the bit, and never a wrong one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lastgood.mirror.conversation.places import Expect, LostStep, StepOpen
+from lastgood.mirror.extract.extractor import Extracted, Extractor
+from lastgood.mirror.extract.slots import Filled, GradientSlots
+from lastgood.mirror.generate.faults import FaultyMirror, MirrorFaults
+from lastgood.mirror.generate.life import DdpLife, seeded_life
+from lastgood.mirror.generate.output import batches
+from lastgood.mirror.generate.traffic import RingTraffic, Wire, truth_arrays
+from lastgood.mirror.job.description import Backend, DdpSettings, JobDescription
+from lastgood.mirror.node.stages import conversation_for, parser_for
+from tests.mirror.support.small_job import small_job
+
+ELEMENTS = (70, 300, 50, 1200)
+CAPS = {"first_cap": 1024, "cap": 4096}
+
+
+def job_of(ranks: int, wire: Wire) -> JobDescription:
+    backend = Backend(kind="nccl", network="roce", version=wire.version, protocol=wire.protocol, channels=wire.channels)
+    ddp = DdpSettings(**CAPS)
+    return small_job(ELEMENTS, buffers=False, frozen=False, ranks=ranks, backend=backend, ddp=ddp)
+
+
+def life_of(ranks: int, seed: int, steps: int = 5) -> DdpLife:
+    shapes = [(count,) for count in ELEMENTS]
+    return seeded_life(
+        seed, ranks=ranks, steps=steps, shapes=shapes, first_cap_bytes=CAPS["first_cap"], cap_bytes=CAPS["cap"]
+    )
+
+
+def follow(life: DdpLife, wire: Wire, watched: list[int], faults: MirrorFaults, seed: int) -> list[Extracted]:
+    job = job_of(life.ranks, wire)
+    traffic = RingTraffic(life.ranks, wire, watched, seed, nak_every=20)
+    addresses = [traffic.address(rank) for rank in watched]
+    parser = parser_for(job)
+    extractor = Extractor(conversation_for(job, addresses), GradientSlots(1 << 24), 1 << 20)
+    events: list[Extracted] = []
+
+    def hear(found: list[Extracted]) -> None:
+        for event in found:
+            if isinstance(event, Filled):
+                events.append((event.expected, bytes(event.memory[: event.expected.nbytes])))  # type: ignore[arg-type]
+                extractor.slots.free(event.memory)
+            else:
+                events.append(event)
+
+    frames = FaultyMirror(faults, seed).frames(traffic.frames(life.collectives()))
+    for batch in batches(frames, limit=200):
+        hear(extractor.feed(parser.feed(batch)))
+    hear(extractor.finish(parser.finish()))
+    return events
+
+
+def gradients(events: list[Any]) -> dict[tuple[int, int | None], bytes]:
+    return {
+        (expected.step, expected.bucket): content
+        for expected, content in (event for event in events if isinstance(event, tuple))
+        if expected.kind == "gradient"
+    }
+
+
+def truth(life: DdpLife, wire: Wire) -> dict[tuple[int, int | None], bytes]:
+    arrays = truth_arrays(life, wire)
+    found = {}
+    for name, array in arrays.items():
+        if name.startswith("gradient/"):
+            _, step, bucket = name.split("/")
+            found[int(step), int(bucket)] = array.tobytes()
+    return found
+
+
+WIRES = {
+    "ll": Wire("ll", mtu=1024),
+    "simple": Wire("simple", mtu=1024),
+    "two channels": Wire("ll", "2.30", 2, 1024),
+    "old": Wire("ll", "2.19", 2, 1024),
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ll", 2), ("simple", 2), ("two channels", 2), ("two channels", 3)])
+def test_every_gradient_and_weight_comes_to_the_bit(name: str, ranks: int) -> None:
+    wire, life = WIRES[name], life_of(ranks, 1)
+    events = follow(life, wire, [0], MirrorFaults(), 0)
+    assert gradients(events) == truth(life, wire)
+    (weights,) = [one[1] for one in events if isinstance(one, tuple) and one[0].kind == "parameters"]
+    assert weights == b"".join(weight.tobytes() for weight in life.weights)
+    assert [event.step for event in events if isinstance(event, StepOpen)] == list(range(5))
+    assert not [event for event in events if isinstance(event, LostStep)]
+    assert all(isinstance(one, Expect) for one in events if getattr(one, "kind", "") == "gradient")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", WIRES)
+def test_with_losses_no_gradient_is_ever_wrong(name: str, ranks: int) -> None:
+    wire = WIRES[name]
+    for seed in range(4):
+        life = life_of(ranks, seed)
+        faults = MirrorFaults((0.002, 0.02)[seed % 2], 1 + seed % 3, 0.01, 0.01, 4, 0.002)
+        found = gradients(follow(life, wire, [0], faults, seed))
+        right = truth(life, wire)
+        assert all(right.get(place) == content for place, content in found.items())
