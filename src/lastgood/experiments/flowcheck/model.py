@@ -58,18 +58,11 @@ class _Gpt(nn.Module):
 
 
 def make(shape: GptShape) -> dict[str, Any]:
-    """Model, optimizer, schedule and clipping before the first step, as `lastgood mirror describe` takes them."""
+    """Model, optimizer and clipping before the first step, as `lastgood mirror describe` takes them."""
     torch.manual_seed(_SEED)
     model = _Gpt(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "clip_norm": _CLIP_NORM,
-        "name": "flowcheck figure",
-    }
+    return {"model": model, "optimizer": optimizer, "clip_norm": _CLIP_NORM, "name": "flowcheck figure"}
 
 
 def make_described() -> dict[str, Any]:

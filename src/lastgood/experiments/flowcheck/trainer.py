@@ -61,8 +61,8 @@ def main(order_text: str) -> int:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     parts = make(order.shape)
-    optimizer, scheduler = parts["optimizer"], parts["scheduler"]
-    state = {"model": parts["model"], "optimizer": optimizer, "scheduler": scheduler}
+    optimizer = parts["optimizer"]
+    state = {"model": parts["model"], "optimizer": optimizer}
     with Path(order.steps_file).open("a") if rank == 0 else open(os.devnull, "w") as out:  # noqa: PTH123
         _say(out, "ready")
         checkpointer = _checkpointer(order) if rank == 0 else None
@@ -78,7 +78,6 @@ def main(order_text: str) -> int:
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), parts["clip_norm"])
             optimizer.step()
-            scheduler.step()
             if checkpointer is not None:
                 checkpointer.save(step + 1)
             _say(out, f"{step} {time.perf_counter() - began!r} {float(loss).hex()}")
@@ -105,15 +104,14 @@ def _restored(order: TrainerOrder, state: dict[str, Any], checkpointer: Checkpoi
             return 0
         finally:
             watched.close()
-    found: list[Any] = [0, None, None]
+    found: list[Any] = [0, None]
     if checkpointer is not None:
         with suppress(NoCheckpoint):
-            found = [checkpointer.restore(state), state["optimizer"].state_dict(), state["scheduler"].state_dict()]
+            found = [checkpointer.restore(state), state["optimizer"].state_dict()]
     dist.broadcast_object_list(found)
     if checkpointer is None and found[0]:
         # DDP gives the others the weights.
         state["optimizer"].load_state_dict(found[1])
-        state["scheduler"].load_state_dict(found[2])
     return int(found[0])
 
 
