@@ -207,11 +207,11 @@ def _draw_places(axes: Axes, rows: pd.DataFrame, styles: dict[str, SeriesStyle],
             if _LOOKS[panel] == "bars":
                 _draw_range(axes, x, there)
             base += value
-        total = base if not dotted else None
-        if total is not None:
+        if not dotted:
+            tops = own.loc[own["place"] == place, ["y", "y_high"]].max().max() if _LOOKS[panel] == "bars" else base
             axes.annotate(
-                f"{total:.3g}",
-                (x, total),
+                f"{base:.3g}",
+                (x, float(tops)),
                 (0, 2),
                 textcoords="offset points",
                 ha="center",
@@ -240,8 +240,8 @@ def _draw_range(axes: Axes, x: float, there: pd.DataFrame) -> None:
 
 
 def _series_handles(own: pd.DataFrame, styles: dict[str, SeriesStyle], panel: str) -> list[Any]:
-    if _LOOKS[panel] == "bars" and len(styles) == 1:
-        return []
+    if _LOOKS[panel] == "bars":
+        return []  # names stand under the bars
     handles: list[Any] = []
     for number, (name, style) in enumerate(styles.items()):
         dotted = own[own["series"] == name]["measure"].isin(_DOTTED).all()

@@ -121,11 +121,12 @@ def _training_words(record: FlowcheckRecord) -> str:
     absent = f" Left out: {'; '.join(result.left_out)}." if result.left_out else ""
     marks = "".join(f" {mark}." for mark in record.marks())
     threads = f"{settings.threads} thread{'' if settings.threads == 1 else 's'}"
+    blocks = f"{settings.rounds} block{'' if settings.rounds == 1 else 's'}"
     return (
         f"A GPT of {shape.blocks} blocks, width {shape.width}, data-parallel (Gloo, {threads} a rank) over "
         f"{settings.ranks} nodes of a testbed on this machine ({rate}); the mirror node is one more, and shares these "
-        f"cores. {settings.rounds} blocks of {settings.steps} iterations each, in a shuffled order: median, whisker "
-        f"the middle half, circles blocks. Times training alone: {', '.join(ratios)}.{absent}{marks}"
+        f"cores. {blocks} of {settings.steps} iterations, shuffled: median, whisker the middle half, circles blocks. "
+        f"Times training alone: {', '.join(ratios)}.{absent}{marks}"
     )
 
 
@@ -182,9 +183,10 @@ def _lives_words(record: FlowcheckRecord) -> str:
         told.append(f"{_way(window.variant)}: {lost} iterations lost by kill{took}")
     absent = f" Left out: {'; '.join(result.left_out)}." if result.left_out else ""
     marks = "".join(f" {mark}." for mark in record.marks())
+    kills = "once" if len(settings.failures_s) == 1 else f"{len(settings.failures_s)} times"
     return (
         f"The training of (a), a checkpoint of each iteration, all {settings.training.ranks} ranks killed "
-        f"{len(settings.failures_s)} times in {settings.window_s:g} s of restoring and training (start-up stands "
+        f"{kills} in {settings.window_s:g} s of restoring and training (start-up stands "
         f"outside), at moments of the trace {settings.trace_name}. 100 %: training alone, "
         f"{format_seconds(result.alone_s)} an iteration, never killed. Right: the same costs at the trace's own rate, "
         f"{settings.trace_failures} failures in {format_seconds(settings.trace_s)}. {'; '.join(told)}.{absent}{marks}"
