@@ -20,7 +20,7 @@ from lastgood.units import MIB
 __all__ = ["CheckRow", "check_mirror"]
 
 _RING_BYTES = 8 * MIB
-_SETTLE_S = 0.3
+_SETTLE_S = 0.1
 """After the last mark that was missing: one that comes twice comes at once."""
 
 
