@@ -331,7 +331,10 @@ def _of_this_rank(error: BaseException) -> LaunchError:
     cause = first_cause(error)
     said = str(cause) if isinstance(cause, LastgoodError) else f"{type(cause).__name__}: {cause}"
     told = LaunchError(f"rank {os.environ['RANK']} on {socket.gethostname()}: {said}")
-    get_error_handler().record_exception(told)
+    try:
+        raise told from None
+    except LaunchError as raised:  # the summary shows the error that is being handled
+        get_error_handler().record_exception(raised)
     return told
 
 
