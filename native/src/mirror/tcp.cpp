@@ -19,6 +19,11 @@ End end_of(const std::uint8_t* address, std::uint8_t address_bytes, std::uint16_
     return end;
 }
 
+bool is_end(const End& end, const std::uint8_t* address, std::uint8_t address_bytes, std::uint16_t port) {
+    return end.port == port && end.address_bytes == address_bytes &&
+           std::memcmp(end.address.data(), address, address_bytes) == 0;
+}
+
 }  // namespace
 
 std::size_t KeyHash::operator()(const Key& key) const {
@@ -94,6 +99,17 @@ void Streams::finish() {
 // -- connections ------------------------------------------------------------------------------------------------------
 
 std::pair<Streams::Connections::iterator, int> Streams::find(const IpPacket& packet, const TcpSegment& segment) {
+    // Mostly it is the connection of the segment before, which is the last one of the list.
+    if (!connections_.empty() && !(segment.flags & kSyn)) {
+        const auto newest = std::prev(connections_.end());
+        for (int side = 0; side < 2; ++side) {
+            if (is_end(newest->key[static_cast<std::size_t>(side)], packet.source, packet.address_bytes,
+                       segment.source_port) &&
+                is_end(newest->key[static_cast<std::size_t>(1 - side)], packet.destination, packet.address_bytes,
+                       segment.destination_port))
+                return {newest, side};
+        }
+    }
     const End source = end_of(packet.source, packet.address_bytes, segment.source_port);
     const End destination = end_of(packet.destination, packet.address_bytes, segment.destination_port);
     const Key forward{source, destination}, backward{destination, source};
