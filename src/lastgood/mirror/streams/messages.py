@@ -52,7 +52,7 @@ PIECE: Final = np.dtype(
 )
 """`nbytes` bytes at `address` are those from byte `offset` of the message's payload on."""
 LOST: Final = np.dtype([("flow", "<u4"), ("pad", "<u4"), ("message", "<u8"), ("offset", "<u8"), ("nbytes", "<u8")])
-"""Bytes that will never come; the whole message if `nbytes` is 0."""
+"""Bytes that will never come; the whole message if `nbytes` is 0 (of RoCE, one that never had a head)."""
 
 
 @dataclass(frozen=True)
