@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from lastgood.errors import ConfigError
+from lastgood.mirror.conversation.gloo import GlooConversation
+from lastgood.mirror.conversation.nccl import NcclConversation
 from lastgood.mirror.conversation.places import Conversation
 from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.streams.messages import Parser
+from lastgood.mirror.streams.native import NativeGlooParser
+from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
+from lastgood.mirror.streams.roce import RoceParser
 
-__all__ = ["conversation_for", "parser_for"]
+__all__ = ["Over", "conversation_for", "parser_for"]
+
+Over = Literal["tcp", "roce"]
 
 
-def parser_for(job: JobDescription) -> Parser:
-    """Reads the traffic of the job's backend. Raises ConfigError for one that is not read yet."""
+def parser_for(job: JobDescription, over: Over = "tcp") -> Parser:
+    """Reads the traffic of the job's backend: Gloo over TCP; NCCL over TCP sockets or RoCEv2.
+
+    Raises ConfigError for Gloo over RoCEv2, which there is not.
+    """
     if job.backend.kind == "gloo":
-        from lastgood.mirror.streams.native import NativeGlooParser
-
+        if over != "tcp":
+            raise ConfigError(f"--over {over}: the job's backend is Gloo, which goes over tcp only")
         return NativeGlooParser()
-    if job.backend.network == "roce":
-        from lastgood.mirror.streams.roce import RoceParser
-
+    if over == "roce":
         return RoceParser(protocol=job.backend.protocol or "auto")
-    from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
-
     return NcclSocketParser()
 
 
 def conversation_for(job: JobDescription, watched: Sequence[str]) -> Conversation:
     """Follows collectives of the job's backend."""
-    from lastgood.mirror.conversation.opening import open_conversation
-
-    return open_conversation(job, watched)
+    return GlooConversation(job, watched) if job.backend.kind == "gloo" else NcclConversation(job, watched)
