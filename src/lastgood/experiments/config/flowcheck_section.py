@@ -134,7 +134,7 @@ class RecoveryBench(FrozenModel):
     )
     simulated: CountOrZero = Field(default=400, description="a whole number from 0: iterations simulated at each point")
     measured: CountOrZero = Field(
-        default=12,
+        default=40,
         description="a whole number from 0: iterations whose packets are generated, lost and parsed at each point",
     )
 

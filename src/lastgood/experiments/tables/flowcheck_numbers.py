@@ -293,7 +293,8 @@ def _recovery_words(record: FlowcheckRecord) -> str:
     if measured:
         wrong = sum(point.differing for point in measured)
         verdict = "all gradients called complete equal the true ones" if not wrong else f"{wrong} GRADIENTS DIFFER"
-        counts.append(f"{measured[0].iterations} measured, {verdict}")
+        most = max(point.iterations for point in measured)
+        counts.append(f"up to {most} measured ({verdict})")
     absent = f" Left out: {'; '.join(result.left_out)}." if result.left_out else ""
     return (
         f"{settings.ranks} ranks, {format_bytes(settings.gradient_bytes)} reduced in an iteration, packets of "
