@@ -6,6 +6,7 @@ collective is known when one candidate of the sequence, in one protocol, is left
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -96,7 +97,8 @@ class NcclLife:
         """Collectives that are known; the oldest ones are forgotten."""
         self._noted: dict[int, tuple[int, int]] = {}
         """By flow: the collective, and which of its messages, whose place is noted next."""
-        self._open: dict[int, Item] = {}
+        self._open: dict[int, tuple[Item, int]] = {}
+        """By serial, with the index in what is known: until all flows have gone past it."""
         self._contents: dict[int, Item] = {}
         self.dead: str | None = None
         self.started = False
@@ -153,9 +155,12 @@ class NcclLife:
 
     def _follow(self, here: _NcclFlow) -> None:
         """Compare what a flow has with the collectives that are known; drop roles that do not fit."""
+        before = len(here.roles)
         for role in list(here.roles):
             if not self._goes_on(here, role):
                 del here.roles[role]
+        if len(here.roles) < before:
+            self._settle_ranks()
         if not here.roles:
             self._die("messages are missing, or are none of the training's: NCCL's traffic has no tags to go on by")
             return
@@ -177,6 +182,33 @@ class NcclLife:
                 return True
             cursor.collective, cursor.message = cursor.collective + 1, 0
         return True
+
+    def _settle_ranks(self) -> None:
+        """What one address sends is sent by one rank, and the next address along the ring is the next rank."""
+        ranks = self._job.ranks
+        flows = [one for one in self.flows.values() if one.flow.source != one.flow.destination]
+        again = True
+        while again:
+            again = False
+            for here in flows:
+                for other in flows:
+                    ahead = {(here.flow.source, 0), (here.flow.destination, 1)}
+                    for address, step in ahead:
+                        if other.flow.source != address:
+                            continue
+                        mine = {rank for rank, _ in here.roles}
+                        theirs = {rank for rank, _ in other.roles}
+                        for one, allowed in (
+                            (here, {(rank - step) % ranks for rank in theirs}),
+                            (other, {(rank + step) % ranks for rank in mine}),
+                        ):
+                            wrong = [role for role in one.roles if role[0] not in allowed]
+                            again = again or bool(wrong)
+                            for role in wrong:
+                                del one.roles[role]
+        for one in flows:
+            if len(one.roles) == 1:
+                self._note_places(one)
 
     def _exclude(self, here: _NcclFlow) -> None:
         """A role that is certain is nobody else's."""
@@ -227,14 +259,41 @@ class NcclLife:
                 self._die("messages came that are none of the training's")
                 return
             shown = [one for one in possible if self._fits(*one, shown=True)]
+            if len(shown) > 1:
+                shown = [one for one in shown if self._may_go_on(*one)]
             if len(shown) != 1:
                 return  # more messages will tell
             self._accept(*shown[0], stranger)
 
-    def _options(self) -> list[tuple[Item, Variant]]:
+    def _may_go_on(self, item: Item, variant: Variant) -> bool:
+        """Whether what follows the messages of an option could be of what comes after it."""
+        after = copy.copy(self._sequence)
+        if item.kind != "other" or item.index >= 0:
+            after.accept(item)
+        later = self._options(after)
+
+        def goes_on(here: _NcclFlow, role: Role) -> bool:
+            if not self._role_fits(here, role, item, variant):
+                return False
+            cursor, plan = here.roles[role], self._plan.of(item, variant, role)
+            rest = here.sizes[cursor.at - here.first + len(plan) :]
+            if cursor.collective < self._count or not rest:
+                return True
+            plans = [self._plan.of(*one, role) for one in later]
+            return any(not one or one[0].nbytes == rest[0] for one in plans)
+
+        return not later or match_roles(
+            {
+                flow: [role for role in here.roles if goes_on(here, role)]
+                for flow, here in self.flows.items()
+                if here.sizes
+            }
+        )
+
+    def _options(self, sequence: CollectiveSequence | None = None) -> list[tuple[Item, Variant]]:
         """Candidates of the sequence in each protocol; none while what comes depends on content."""
         found = []
-        for item in self._sequence.candidates():
+        for item in (sequence or self._sequence).candidates():
             nbytes = item.nbytes
             if nbytes is None and item.kind == "sizes":
                 nbytes = 16 * sum(len(self._job.parameters[index].shape) for index in self._job.trainable)
@@ -293,17 +352,18 @@ class NcclLife:
         self._count += 1
         if not stranger and item.kind != "other" and self.dead is None:
             assert item.nbytes is not None
-            for number, before in list(self._open.items()):
-                if before.phase < item.phase - 1:
-                    del self._open[number]
-                    self._emit(Closed(number))
-            self._open[collective] = item
+            self._open[collective] = item, self._count - 1
             if item.kind in CONTENT_KINDS:
                 self._contents[collective] = item
             self._emit(Expect(collective, item.kind, item.nbytes, item.dtype, item.step, item.bucket, item.tensors))
         for here in list(self.flows.values()):
             if self.dead is None:
                 self._follow(here)
+        speaking = [one for one in self.flows.values() if one.first + len(one.sizes)]
+        passed = min((cursor.collective for one in speaking for cursor in one.roles.values()), default=0)
+        for number in [number for number, (_, index) in self._open.items() if index < passed]:
+            del self._open[number]
+            self._emit(Closed(number))
 
     def _advance(self, item: Item) -> None:
         if item.group == "start":
@@ -341,10 +401,9 @@ class NcclLife:
         found = here.places.get(here.numbers.get(message, -1))
         if found is None or not found[1].final or self._job.ranks > 2:
             return
-        item = self._open.get(found[0])
-        if item is not None and item.group == "gradients" and item.step not in self._lost:
-            self._lost.add(item.step)
-            self._emit(LostStep(item.step, "bytes of it are lost, and they pass only once"))
+        item, _ = self._open.get(found[0], (None, 0))
+        if item is not None and item.group == "gradients":
+            self._lose(item.step, "bytes of it are lost, and they pass only once")
 
     def resynced(self) -> None:
         """Messages are missing."""
@@ -381,8 +440,15 @@ class NcclLife:
         if self.dead is None:
             self.dead = why
             if self.started:
-                self._emit(LostStep(max(self._sequence.step, 0), why))
+                steps = {item.step for item, _ in self._open.values() if item.group == "gradients"}
+                for step in sorted({*steps, max(self._sequence.step, 0)}):
+                    self._lose(step, why)
             self.finish()
+
+    def _lose(self, step: int, why: str) -> None:
+        if step not in self._lost:
+            self._lost.add(step)
+            self._emit(LostStep(step, why))
 
 
 def match_roles(allowed: dict[int, list[Role]]) -> bool:
