@@ -54,6 +54,7 @@ def test_two_ranks_send_are_killed_and_come_back_from_there(bucket, make_job, re
     assert job.save_durably() == newest[1] + 1
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_while_they_send_leave_no_half(bucket, make_job, remote, tmp_path):
     job = make_job(2)
     job.start(**{**remote, "remote_every": 1})
