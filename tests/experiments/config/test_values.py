@@ -118,7 +118,7 @@ def test_data_paths_belong_to_the_models_that_read_them(tmp_path: Path) -> None:
         ("models=bert,bert", ["models: 'bert,bert': listed more than once: bert"]),
         (
             "systems=pcheck",
-            ["systems[0]: 'pcheck'", "(did you mean pccheck or checkmate?); known: none, "],
+            ["systems[0]: 'pcheck'", "(did you mean pccheck or flowcheck?); known: none, "],
         ),
         ("intervals=-1", ["intervals[0]: -1: below 1", "allowed: a list of whole numbers from 1"]),
         ("intervals=0", ["intervals[0]: 0: interval 0 is the run without checkpoints"]),

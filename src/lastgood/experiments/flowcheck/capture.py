@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,8 @@ from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.machine.lock import machine_turn
 from lastgood.experiments.records.flowcheck import CapturePoint, CaptureResult, CaptureSettings
+from lastgood.text import parse_json
+from lastgood.units import MIB
 
 __all__ = ["measure_capture"]
 
@@ -108,7 +109,7 @@ def _line(process: subprocess.Popen[str], more_s: float = 0.0) -> dict[str, Any]
         if is_ready(process.stdout, _READABLE, 0.5):
             text = process.stdout.readline()
             if text:
-                found = json.loads(text)
+                found = parse_json(text, "a program that handles frames", most_bytes=MIB)
                 assert isinstance(found, dict)
                 return found
             raise LastgoodError(f"a program that handles frames failed: {process.stderr.read().strip()[-2000:]}")

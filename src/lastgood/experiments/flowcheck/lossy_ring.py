@@ -7,7 +7,7 @@ where a message belongs. Nothing is timed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -129,5 +129,5 @@ class LossyMirror:
             slot.known[at] = True
 
 
-def _sender(detail: dict[str, Any]) -> int:
+def _sender(detail: Mapping[str, Any]) -> int:
     return int((detail["queue_pair"] - _FIRST_QUEUE) // 2 // _RANK_QUEUES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, Final
 
@@ -10,6 +9,8 @@ import torch
 from torch import nn
 
 from lastgood.experiments.records.flowcheck import GptShape
+from lastgood.text import parse_model
+from lastgood.units import MIB
 
 __all__ = ["SHAPE_VARIABLE", "loss_of", "make", "make_described"]
 
@@ -67,7 +68,7 @@ def make(shape: GptShape) -> dict[str, Any]:
 
 def make_described() -> dict[str, Any]:
     """As `make`, of the shape in the environment: for ``--factory``."""
-    return make(GptShape.model_validate(json.loads(os.environ[SHAPE_VARIABLE])))
+    return make(parse_model(GptShape, os.environ[SHAPE_VARIABLE], SHAPE_VARIABLE, most_bytes=MIB))
 
 
 def loss_of(model: nn.Module, shape: GptShape, step: int, rank: int) -> torch.Tensor:

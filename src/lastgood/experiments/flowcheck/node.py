@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from typing_extensions import Self
 
@@ -20,13 +19,13 @@ from lastgood.errors import LaunchError
 from lastgood.experiments.flowcheck.model import SHAPE_VARIABLE
 from lastgood.experiments.records.flowcheck import TrainingSettings
 from lastgood.files import read_end
+from lastgood.mirror.node.status import STATUS_FILE, NodeStatus, read_status
 
 __all__ = ["MirrorNodeProcess", "why_no_node"]
 
 _PATIENCE_S: Final = 60.0
 _POLL_S: Final = 0.1
 _HELD_S: Final = 20.0
-_STATUS: Final = "status.json"
 _PORT: Final = 7300
 
 
@@ -70,7 +69,7 @@ class MirrorNodeProcess:
 
     def __enter__(self) -> Self:
         end = time.monotonic() + _PATIENCE_S
-        while not (self._directory / _STATUS).exists():
+        while not (self._directory / STATUS_FILE).exists():
             self._look(end, "come up")
         return self
 
@@ -82,17 +81,15 @@ class MirrorNodeProcess:
             self._process.kill()
             self._process.wait()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> NodeStatus:
         """What it says of itself."""
-        found = json.loads((self._directory / _STATUS).read_text())
-        assert isinstance(found, dict)
-        return found
+        return read_status(self._directory)
 
     def wait_held(self, step: int) -> int | None:
         """The newest step that it holds, once that is `step`, or the patience is over."""
         end = time.monotonic() + _HELD_S
         while True:
-            held = self.status()["held"]
+            held = self.status().held
             newest = max(held) if held else None
             if newest == step or time.monotonic() > end or self._process.poll() is not None:
                 return newest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,7 @@ class JoinedPart(Part):
         own = trainer_options(spec, checkpoints)
         over_shards = kind.traits.over_shards
         if self._writers == "together" and over_shards is not None:
-            kind = load_function(over_shards)
+            kind = cast("type[Checkpointer]", load_function(over_shards))
         elif self._writers == "each":
             own |= {"rank": self.rank, "world_size": spec.ranks}
         elif self._writers == "apart":

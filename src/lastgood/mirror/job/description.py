@@ -11,14 +11,15 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError
-from lastgood.files import read_bounded, write_result
+from lastgood.errors import CorruptCheckpoint
+from lastgood.files import write_result
 from lastgood.mirror.job.columns import StrictModel
 from lastgood.mirror.job.rules import Rules
 from lastgood.optim.spec import OptimizerSpec
+from lastgood.text import read_model
 from lastgood.units import MIB
 
 __all__ = [
@@ -230,15 +231,10 @@ def write_job(job: JobDescription, path: Path) -> None:
 
 def read_job(path: Path) -> JobDescription:
     """Read a description. Raises ConfigError, which names file and key, for anything that is none of this version."""
-    try:
-        text = read_bounded(path, MAX_FILE_BYTES, follow=True, too_large=ConfigError)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); `lastgood mirror describe` makes one") from error
-    try:
-        return JobDescription.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part)[:60] for part in first["loc"]) or "the file"
-        raise ConfigError(f"{path}: {where}: {first['msg'][:500]} (version {VERSION} of job descriptions)") from None
-    except (RecursionError, LastgoodError) as error:
-        raise ConfigError(f"{path}: no job description: {str(error)[:200]}") from None
+    return read_model(
+        JobDescription,
+        path,
+        f"a job description of version {VERSION}",
+        most_bytes=MAX_FILE_BYTES,
+        advice="`lastgood mirror describe` makes one",
+    )
