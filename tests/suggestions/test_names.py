@@ -26,14 +26,16 @@ OTHERS_OPTIONS = {"--force-reinstall", "--format"}
 """Of pip, and of git."""
 OTHERS_KEYWORDS = {
     *("slots", "seed", "loss", "project", "run"),  # of a hostfile's and a link's lines, and of clouds' labels
-    *("requires_grad", "foreach", "no_dist"),  # of torch
+    *("requires_grad", "foreach", "no_dist", "broadcast_buffers", "init_sync"),  # of torch
+    "iface",  # of DPDK's net_af_packet
     *("epochs", "path"),  # of the configurations of the S3 connector's benchmarks
     *("shadow", "cause", "bucket", "code", "type"),  # labels of metrics
 }
 OTHERS_VARIABLES = {
     "SSH_CONNECTION",  # sshd's
-    *("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "PR_SET_PDEATHSIG", "ELEM_SIZE"),  # the kernel's, and an argument's name
-    *("NCCL_BUFFSIZE", "SLURM_CONF"),
+    *("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_NET_RAW", "PR_SET_PDEATHSIG"),  # the kernel's
+    "ELEM_SIZE",  # an argument's name
+    *("NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_PROTO", "SLURM_CONF"),
 }
 
 
