@@ -54,12 +54,14 @@ def refused(line: str) -> str:
 
 
 @follows(
-    "{}: cannot be read ({}); `lastgood mirror describe` makes one",
+    "`lastgood mirror describe` makes one",
     "the job description tells hyperparameters of {} steps, and step {} comes: make it again with a larger --steps",
 )
 def test_a_job_description_and_its_steps(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     command = advice(refusal(lambda: read_job(path)), r"`lastgood (mirror describe)` makes one")
+    path.write_text("{}")  # nor of something else
+    assert command == advice(refusal(lambda: read_job(path)), r"`lastgood (mirror describe)` makes one")
     command += f" --ranks 2 --factory tests.suggestions.test_mirrors:small_training --out {path}"
     lastgood(f"{command} --steps 3")
     assert read_job(path).rules.rule(2)
