@@ -75,7 +75,8 @@ def test_overrides_may_come_one_by_one() -> None:
     [
         (
             ["fig7"],
-            "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, checkmate, dcp, flowcheck, test_simple",
+            "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, checkmate, dcp, flowcheck, remote, "
+            "test_simple",
         ),
         (["fig8", "a=1"], "unknown key"),
     ],

@@ -63,10 +63,10 @@ def test_a_frozen_parameter_in_the_optimizer():
     assert len(layout([model.weight]).gradients.parameters) == 1
 
 
-@follows("name one of --interface and --pcap")
+@follows("name one of --interface, --pcap and --ring")
 def test_a_mirror_node_takes_an_interface_or_a_file(tmp_path):
     given = {"job": tmp_path / "job.json", "directory": tmp_path, "watch": ["10.0.0.1"]}
-    advice(refusal(lambda: mirror_run.run(**given)), "name one of --interface and --pcap")
+    advice(refusal(lambda: mirror_run.run(**given)), "name one of --interface, --pcap and --ring")
     (tmp_path / "job.json").write_text("{}")
     message = refusal(lambda: mirror_run.run(**given, pcap=tmp_path / "frames.pcap"))
     assert "--pcap" not in message, "it goes on to the job description"

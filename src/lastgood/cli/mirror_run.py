@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _STATE_BYTES = 1 << 40
+_RING_S = 60.0
+"""How long `mirror dump` may take to make its ring."""
 
 
 def run(
@@ -27,9 +29,14 @@ def run(
         list[str], typer.Option(help="Host or address whose port is mirrored; again for each, as the ranks' own ones.")
     ],
     interface: Annotated[
-        str | None, typer.Option(help="Interface that the mirrored frames come to. Needs root.")
+        list[str] | None,
+        typer.Option(help="Interface that mirrored frames come to; again for each of several. Needs root."),
     ] = None,
     pcap: Annotated[Path | None, typer.Option(help="A pcap or pcapng file instead of an interface.")] = None,
+    ring: Annotated[
+        Path | None,
+        typer.Option(help="The ring that a `lastgood mirror dump` of its own fills, instead of an interface."),
+    ] = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0: a free one.")
     ] = "127.0.0.1:7300",
@@ -58,7 +65,7 @@ def run(
         bool, typer.Option("--fresh", help="Take weights that are those of no held step for a new beginning.")
     ] = False,
     once: Annotated[
-        bool, typer.Option("--once", help="With --pcap: end with the file, instead of serving on.")
+        bool, typer.Option("--once", help="With --pcap or --ring: end with it, instead of serving on.")
     ] = False,
 ) -> None:
     """Follow a training from its mirrored packets, and serve its newest states. Ends with SIGTERM or Ctrl-C."""
@@ -79,8 +86,8 @@ def run(
     from lastgood.wire.gate import open_listener
 
     logging.getLogger("lastgood").setLevel(logging.INFO)
-    if (interface is None) == (pcap is None):
-        raise ConfigError("name one of --interface and --pcap")
+    if sum(given is not None for given in (interface, pcap, ring)) != 1:
+        raise ConfigError("name one of --interface, --pcap and --ring")
     if over not in ("tcp", "roce"):
         raise ConfigError(f"--over is tcp or roce, not {over}")
     described = read_job(job)
@@ -97,7 +104,9 @@ def run(
     )
     watched = [_address(one) for one in watch]
     with ExitStack() as stack:
-        source = stack.enter_context(closing(_source(interface, pcap, option_bytes("--kernel-ring", kernel_ring))))
+        source = stack.enter_context(
+            closing(_source(interface, pcap, ring, option_bytes("--kernel-ring", kernel_ring)))
+        )
         node = stack.enter_context(
             closing(
                 MirrorNode(
@@ -119,7 +128,8 @@ def run(
             node.door = stack.enter_context(closing(door))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: node.stop())
-        console.print(f"mirror node at {node.address}: watches {', '.join(watched)} on {interface or pcap}")
+        place = pcap or ring or ", ".join(interface or ())
+        console.print(f"mirror node at {node.address}: watches {', '.join(watched)} on {place}")
         node.run(serve_on=not once)
         stands = node.status()
         console.print(f"mirror node: {stands.stands}; holds steps {', '.join(map(str, stands.held)) or 'none'}")
@@ -127,14 +137,20 @@ def run(
             console.print(f"mirror node: {stands.blind}")
 
 
-def _source(interface: str | None, pcap: Path | None, ring_bytes: int) -> FrameSource:
+def _source(interfaces: list[str] | None, pcap: Path | None, ring: Path | None, ring_bytes: int) -> FrameSource:
     if pcap is not None:
         from lastgood.mirror.capture.files import CaptureFile
 
         return CaptureFile(pcap)
+    if ring is not None:
+        from lastgood.mirror.capture.ring import RingReader
+
+        return RingReader(ring, wait_s=_RING_S)
     from lastgood.mirror.capture.interface import InterfaceSource
 
-    return InterfaceSource(str(interface), ring_bytes=ring_bytes)
+    assert interfaces  # one of the three was given
+    first, *others = interfaces
+    return InterfaceSource(first, also=others, ring_bytes=ring_bytes)
 
 
 def _host_port(option: str, text: str) -> tuple[str, int]:

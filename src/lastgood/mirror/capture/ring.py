@@ -27,7 +27,7 @@ from lastgood.files import open_new, open_regular, storage_errors, temporary_bes
 from lastgood.mirror.capture.frames import FRAME, FrameBatch, empty_batch
 from lastgood.mirror.capture.memory import address_of
 from lastgood.text import parse_json
-from lastgood.units import MIB, format_bytes
+from lastgood.units import MIB
 
 __all__ = ["DEFAULT_RING", "LEAST_RING_BYTES", "RING_BYTES", "RingReader", "RingWriter", "read_report"]
 
@@ -117,7 +117,7 @@ class RingWriter(_Mapped):
         room.
         """
         if not LEAST_RING_BYTES <= nbytes <= _MOST_RING_BYTES:
-            raise ConfigError(f"a ring of frames has at least {format_bytes(LEAST_RING_BYTES)}, not {nbytes} bytes")
+            raise ConfigError(f"a ring of frames has at least {LEAST_RING_BYTES} bytes, not {nbytes}")
         self._file_of(path)
         temporary = temporary_beside(path)
         with storage_errors(path, "making a ring of frames", nbytes):
