@@ -9,7 +9,6 @@ import pytest
 
 from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.experiments.flowcheck.execute import execute_flowcheck
-from lastgood.experiments.flowcheck.node import why_no_node
 from lastgood.experiments.flowcheck.steps import read_steps
 from lastgood.experiments.records.flowcheck import WATCHED, GptShape, LivesSettings, TrainingSettings
 from tests.experiments.support.flowcheck_records import spec_of
@@ -21,7 +20,6 @@ ON_A_TESTBED = [
     pytest.mark.root,
     pytest.mark.measures,
     pytest.mark.skipif(why_no_testbed() is not None, reason="no testbed here"),
-    pytest.mark.skipif(why_no_node() is not None, reason="no mirror node here"),
 ]
 
 

@@ -10,7 +10,6 @@ from typing import Final
 
 from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.errors import ConfigError, LaunchError
-from lastgood.experiments.flowcheck.node import why_no_node
 from lastgood.experiments.flowcheck.steps import Life, read_steps
 from lastgood.experiments.flowcheck.training import Ranks, Trainers, trainers_bed
 from lastgood.experiments.machine.lock import machine_turn
@@ -37,8 +36,7 @@ def measure_lives(settings: LivesSettings, _seed: int, scratch: Path, logs: Path
     reason = why_no_testbed()
     if reason is not None:
         raise ConfigError(f"trainers are nodes of a testbed: {reason}")
-    without = why_no_node()
-    ways: list[Variant] = [*([WATCHED] if without is None else []), *settings.training.systems]
+    ways: list[Variant] = [WATCHED, *settings.training.systems]
     folder = scratch.absolute() / f"flowcheck-{os.getpid()}"
     with machine_turn(report), trainers_bed(settings.training, folder, logs, report) as trainers:
         alone = [trainers.block(ALONE, 0)]
@@ -48,7 +46,7 @@ def measure_lives(settings: LivesSettings, _seed: int, scratch: Path, logs: Path
             report(f"{variant}: {window.useful_steps} useful steps in {settings.window_s:g} s")
             windows.append(window)
         alone.append(trainers.block(ALONE, 1))
-    return LivesResult(alone=alone, windows=windows, left_out=[] if without is None else [f"FlowCheck: {without}"])
+    return LivesResult(alone=alone, windows=windows)
 
 
 def _window(trainers: Trainers, settings: LivesSettings, variant: Variant) -> Window:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -21,19 +20,12 @@ from lastgood.experiments.records.flowcheck import TrainingSettings
 from lastgood.files import read_end
 from lastgood.mirror.node.status import STATUS_FILE, NodeStatus, read_status
 
-__all__ = ["MirrorNodeProcess", "why_no_node"]
+__all__ = ["MirrorNodeProcess"]
 
 _PATIENCE_S: Final = 60.0
 _POLL_S: Final = 0.1
 _HELD_S: Final = 20.0
 _PORT: Final = 7300
-
-
-def why_no_node() -> str | None:
-    """Why there can be no mirror node; None if there can."""
-    if importlib.util.find_spec("lastgood.cli.mirror_run") is None:
-        return "this version has no `lastgood mirror run`"
-    return None
 
 
 class MirrorNodeProcess:

@@ -20,7 +20,7 @@ from typing import Final
 from lastgood.cluster.testbed.net import namespace_of, program
 from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
 from lastgood.errors import ConfigError, LaunchError
-from lastgood.experiments.flowcheck.node import MirrorNodeProcess, why_no_node
+from lastgood.experiments.flowcheck.node import MirrorNodeProcess
 from lastgood.experiments.flowcheck.steps import read_steps
 from lastgood.experiments.flowcheck.trainer import TrainerOrder
 from lastgood.experiments.machine.lock import machine_turn
@@ -51,14 +51,7 @@ def measure_training(
     reason = why_no_testbed()
     if reason is not None:
         raise ConfigError(f"trainers are nodes of a testbed: {reason}")
-    without = why_no_node()
-    left_out = [] if without is None else [f"FlowCheck: {without}"]
-    variants: list[Variant] = [
-        ALONE,
-        MIRRORED,
-        *([WATCHED] if without is None else []),
-        *settings.systems,
-    ]
+    variants: list[Variant] = [ALONE, MIRRORED, WATCHED, *settings.systems]
     dice = random.Random(seed)
     blocks: list[TrainingBlock] = []
     folder = scratch.absolute() / f"flowcheck-{os.getpid()}"
@@ -70,7 +63,7 @@ def measure_training(
                 block = trainers.block(variant, round_number)
                 report(f"round {round_number + 1}, {variant}: {1000 * block.median_s:.0f} ms an iteration")
                 blocks.append(block)
-    return TrainingResult(blocks=blocks, left_out=left_out)
+    return TrainingResult(blocks=blocks)
 
 
 @contextmanager
