@@ -26,6 +26,8 @@ KEPT = {
     "fig14": "amd-epyc-2c/fig14_vgg16.csv",
     "checkmate": "intel-xeon-2c/checkmate_opt.csv",
     "dcp": "amd-epyc-2c/dcp_dcp.csv",
+    "flowcheck": "amd-epyc-2c/flowcheck_training.csv",
+    "remote": "amd-epyc-2c/remote_training.csv",
 }
 
 

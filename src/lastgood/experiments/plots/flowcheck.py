@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from lastgood.checkpointers.registry import all_traits
 from lastgood.experiments.plots.canvas import (
     GAP_IN,
     INK,
@@ -30,6 +32,7 @@ from lastgood.experiments.plots.canvas import (
 )
 from lastgood.experiments.plots.captions import flowcheck_caption
 from lastgood.experiments.plots.style import WIDTHS_IN, SeriesStyle, series_styles
+from lastgood.experiments.systems.labels import system_styles
 from lastgood.experiments.tables.flowcheck import FlowcheckRow
 from lastgood.experiments.tables.flowcheck_numbers import LINK, UNRECOVERABLE
 from lastgood.experiments.tables.frames import read_panel
@@ -83,12 +86,20 @@ def _partial_text(frame: pd.DataFrame) -> str:
     return partial_line(frame["record"].nunique(), int(frame["runs_expected"].max()), frame["runs_missing"].dropna())
 
 
+def _styles(series: Sequence[str]) -> dict[str, SeriesStyle]:
+    """Styles of all series; what is named as a system has the colour that it has in every figure."""
+    systems = [*all_traits()[0]]
+    known = {style.label: style.colour for style in system_styles(systems).values()}
+    plain = zip(series, series_styles(len(series)), strict=True)
+    return {name: replace(style, colour=known.get(name, style.colour)) for name, style in plain}
+
+
 def draw_flowcheck(frame: pd.DataFrame, width: Width = "double", *, caption: bool = True) -> Figure:
     """One panel from its tidy frame; hollow diamonds are published, and of other machines."""
     panel = str(frame["panel"].iloc[0])
     own = frame[frame["source"] != "published"]
     series = list(dict.fromkeys(own["series"]))
-    styles = dict(zip(series, series_styles(len(series)), strict=True))
+    styles = _styles(series)
     with plot_style():
         figure = Figure()
         measures = list(dict.fromkeys(own["measure"]))
