@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +16,10 @@ from lastgood.mirror.generate.life import seeded_life
 from lastgood.mirror.generate.output import send_frames
 from lastgood.mirror.generate.traffic import RingTraffic, Wire
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root, and iproute2"),
+]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ TIMEOUT_S = 240.0 * PATIENCE
 
 def can_run() -> bool:
     """Whether this process may make network namespaces."""
-    if os.geteuid() != 0:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"lgcan{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
