@@ -43,7 +43,6 @@ def run(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the secret (mode 600); made if it is not there. [default: DIR/token]")
     ] = None,
-    over: Annotated[str, typer.Option(metavar="tcp|roce", help="What carries NCCL's messages.")] = "tcp",
     kernel_ring: Annotated[
         str, typer.Option(metavar="SIZE", help="Of the kernel's ring: a step's traffic.")
     ] = "256MiB",
@@ -88,8 +87,6 @@ def run(
     logging.getLogger("lastgood").setLevel(logging.INFO)
     if sum(given is not None for given in (interface, pcap, ring)) != 1:
         raise ConfigError("name one of --interface, --pcap and --ring")
-    if over not in ("tcp", "roce"):
-        raise ConfigError(f"--over is tcp or roce, not {over}")
     described = read_job(job)
     token = token_file or directory / "token"
     settings = NodeSettings(spill_every=spill_every, log_bytes=option_bytes("--log-memory", log_memory), fresh=fresh)
@@ -113,7 +110,7 @@ def run(
                     described,
                     directory,
                     source,
-                    parser_for(described, over),  # type: ignore[arg-type]  # one of the two, as was checked
+                    parser_for(described),
                     conversation_for(described, watched),
                     token_file=token,
                     serves=_host_port("--listen", listen),

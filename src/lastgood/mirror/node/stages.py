@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-from lastgood.errors import ConfigError
 from lastgood.mirror.conversation.gloo import GlooConversation
 from lastgood.mirror.conversation.nccl import NcclConversation
 from lastgood.mirror.conversation.places import Conversation
@@ -15,21 +13,14 @@ from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
 from lastgood.mirror.streams.roce import RoceParser
 
-__all__ = ["Over", "conversation_for", "parser_for"]
-
-Over = Literal["tcp", "roce"]
+__all__ = ["conversation_for", "parser_for"]
 
 
-def parser_for(job: JobDescription, over: Over = "tcp") -> Parser:
-    """Reads the traffic of the job's backend: Gloo over TCP; NCCL over TCP sockets or RoCEv2.
-
-    Raises ConfigError for Gloo over RoCEv2, which there is not.
-    """
+def parser_for(job: JobDescription) -> Parser:
+    """Reads the traffic of the job's backend: Gloo over TCP; NCCL over TCP sockets or RoCEv2."""
     if job.backend.kind == "gloo":
-        if over != "tcp":
-            raise ConfigError(f"--over {over}: the job's backend is Gloo, which goes over tcp only")
         return NativeGlooParser()
-    if over == "roce":
+    if job.backend.network == "roce":
         return RoceParser(protocol=job.backend.protocol or "auto")
     return NcclSocketParser()
 
