@@ -34,7 +34,9 @@ def life_of(ranks: int, seed: int, steps: int = 5) -> DdpLife:
     )
 
 
-def follow(life: DdpLife, wire: Wire, watched: list[int], faults: MirrorFaults, seed: int) -> list[Extracted]:
+def follow(
+    life: DdpLife, wire: Wire, watched: list[int], faults: MirrorFaults, seed: int, limit: int = 200
+) -> list[Extracted]:
     job = job_of(life.ranks, wire)
     traffic = RingTraffic(life.ranks, wire, watched, seed, nak_every=20)
     addresses = [traffic.address(rank) for rank in watched]
@@ -51,7 +53,7 @@ def follow(life: DdpLife, wire: Wire, watched: list[int], faults: MirrorFaults, 
                 events.append(event)
 
     frames = FaultyMirror(faults, seed).frames(traffic.frames(life.collectives()))
-    for batch in batches(frames, limit=200):
+    for batch in batches(frames, limit=limit):
         hear(extractor.feed(parser.feed(batch)))
     hear(extractor.finish(parser.finish()))
     return events
@@ -83,10 +85,13 @@ WIRES = {
 }
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ll", 2), ("simple", 2), ("two channels", 2), ("two channels", 3)])
-def test_every_gradient_and_weight_comes_to_the_bit(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("limit", [1, 20, 200])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", WIRES)
+def test_every_gradient_and_weight_comes_to_the_bit(name: str, ranks: int, limit: int) -> None:
+    """However many frames are read at a time: live traffic gives a few."""
     wire, life = WIRES[name], life_of(ranks, 1)
-    events = follow(life, wire, [0], MirrorFaults(), 0)
+    events = follow(life, wire, [0], MirrorFaults(), 0, limit)
     assert gradients(events) == truth(life, wire)
     (weights,) = [one[1] for one in events if isinstance(one, tuple) and one[0].kind == "parameters"]
     assert weights == b"".join(weight.tobytes() for weight in life.weights)

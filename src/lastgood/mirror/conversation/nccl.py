@@ -26,6 +26,9 @@ class NcclConversation:
     def __init__(self, job: JobDescription, watched: Sequence[str] = ()) -> None:
         self._job = job
         self._watched = frozenset(watched)
+        rings = min(job.ranks, 2 * len(self._watched) or job.ranks)
+        self._flows = rings * job.backend.channels
+        """Of one communicator, if all of its channels are used: each watched rank's both directions."""
         self._events: list[Event] = []
         self._serials = count()
         self._incarnations = count()
@@ -34,11 +37,11 @@ class NcclConversation:
         self._active: NcclLife | None = None
 
     def opened(self, flow: Flow) -> None:
-        """A flow was found: of the newest communicator if nothing is known of that yet, or of a new one."""
+        """A flow was found: of the newest communicator while flows of that may still come, or of a new one."""
         if flow.transport not in ("nccl-socket", "roce") or len(self._life_of) >= _MOST_FLOWS:
             return
-        if not self._lives or not self._lives[-1].young or self._lives[-1].dead is not None:
-            self._lives.append(NcclLife(self._job, self._events.append, self._serials, self._begun))
+        if not self._lives or not self._lives[-1].takes_more:
+            self._lives.append(NcclLife(self._job, self._events.append, self._serials, self._begun, self._flows))
             if len(self._lives) > _MOST_LIVES:
                 old = next(one for one in self._lives if one is not self._active)
                 self._lives.remove(old)

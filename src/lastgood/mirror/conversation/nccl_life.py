@@ -36,6 +36,10 @@ _MOST_WAITING: Final = 1 << 17
 """Messages of a flow that are not resolved."""
 _MOST_PLACED: Final = 1 << 18
 _TRIM_EVERY: Final = 4096
+_JOIN_WITHIN: Final = 64
+"""Collectives after which no flow is taken for a late one of the same communicator."""
+_STAY_OPEN: Final = 16
+"""Collectives that stay open for flows that lag or have not spoken."""
 _STRANGERS: Final = (1, 4, 8)
 """Bytes of all-reduces that are passed over: barriers, counts and flags."""
 
@@ -84,11 +88,13 @@ class NcclLife:
         emit: Callable[[Event], None],
         serials: Iterator[int],
         begun: Callable[[NcclLife], None],
+        most_flows: int,
     ) -> None:
         self._job = job
         self._emit = emit
         self._serials = serials
         self._begun = begun
+        self._most_flows = most_flows
         self._plan = NcclPlan(job)
         self._sequence = CollectiveSequence(job)
         self.flows: dict[int, _NcclFlow] = {}
@@ -108,9 +114,16 @@ class NcclLife:
         self._lost: set[int] = set()
 
     @property
-    def young(self) -> bool:
-        """Whether nothing is known of it yet, so that more flows may belong to it."""
-        return not self._count
+    def takes_more(self) -> bool:
+        """Whether a flow that is found now may belong to it: the other direction, or a channel that was silent.
+
+        Such a flow is compared with all that is known, so that must still be there; the next incarnation's flows come
+        long after, or after these have ended.
+        """
+        if self.dead is not None:
+            return False
+        waits = len(self.flows) < self._most_flows and not any(one.closed for one in self.flows.values())
+        return not self._count or (waits and self._count <= _JOIN_WITHIN and 0 in self._known)
 
     def opened(self, flow: Flow) -> None:
         """A flow of this communicator."""
@@ -209,6 +222,15 @@ class NcclLife:
         for one in flows:
             if len(one.roles) == 1:
                 self._note_places(one)
+
+    def _drop_silent_roles(self, here: _NcclFlow) -> None:
+        """The only flow between two hosts carries what is known, so it is no channel that had nothing of it to send."""
+        ends = (here.flow.source, here.flow.destination)
+        between = [one for one in self.flows.values() if (one.flow.source, one.flow.destination) == ends]
+        speaks = [role for role, cursor in here.roles.items() if cursor.at]
+        if len(between) == 1 and ends[0] != ends[1] and 0 < len(speaks) < len(here.roles):
+            here.roles = {role: here.roles[role] for role in speaks}
+            self._settle_ranks()
 
     def _exclude(self, here: _NcclFlow) -> None:
         """A role that is certain is nobody else's."""
@@ -358,9 +380,12 @@ class NcclLife:
             self._emit(Expect(collective, item.kind, item.nbytes, item.dtype, item.step, item.bucket, item.tensors))
         for here in list(self.flows.values()):
             if self.dead is None:
+                self._drop_silent_roles(here)
                 self._follow(here)
-        speaking = [one for one in self.flows.values() if one.first + len(one.sizes)]
-        passed = min((cursor.collective for one in speaking for cursor in one.roles.values()), default=0)
+        passed = min((cursor.collective for one in self.flows.values() for cursor in one.roles.values()), default=0)
+        if len(self.flows) < self._most_flows:
+            passed = 0  # what has not spoken yet may carry the rest
+        passed = max(passed, self._count - _STAY_OPEN)
         for number in [number for number, (_, index) in self._open.items() if index < passed]:
             del self._open[number]
             self._emit(Closed(number))
