@@ -115,6 +115,7 @@ def test_checksums(disk: Path) -> None:
     assert len(item["our_values"]) == len(item["their_values"]) == 2
 
 
+@pytest.mark.slow
 def test_objects(disk: Path) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'lastgood[s3]'")
     if find_server_program() is None:
@@ -179,6 +180,7 @@ def test_training_for_some_minutes(disk: Path) -> None:
     assert [item["goal"] for item in found["comparisons"]] == [0.97, None]
 
 
+@pytest.mark.slow
 def test_none_against_a_plain_loop(disk: Path) -> None:
     config = tiny_config(disk)
     places = ["--config", str(config), "--data-dir", str(disk / "data"), "--workload", "opt", "--threads", "1"]

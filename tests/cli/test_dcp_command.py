@@ -57,7 +57,7 @@ def test_every_storage_gives_back_what_it_took_on_one_rank_and_on_two(tmp_path, 
     [
         pytest.param(("--fsdp", "1", "--async", "thread", "--state", "full"), marks=pytest.mark.slow),
         ("--ddp", "--planner-cache", "--no-sync-files"),
-        ("--async", "process", "--thread_count", "2"),
+        pytest.param(("--async", "process", "--thread_count", "2"), marks=pytest.mark.slow),
     ],
     ids=["fsdp1 by a thread", "ddp with cached plans", "fsdp2 by a process"],
 )
@@ -211,6 +211,7 @@ def test_newload_takes_the_newest_and_looks_first(tmp_path):
         dcp(tmp_path, "newload", *SMALL[2:])
 
 
+@pytest.mark.slow
 def test_newload_tries_again_what_fails(tmp_path, monkeypatch):
     dcp(tmp_path, "save", *SMALL, "--suffix", "mine")
     (data,) = (tmp_path / "at" / "mine" / "iteration-0").glob("*.distcp")

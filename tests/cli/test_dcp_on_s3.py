@@ -113,6 +113,7 @@ def test_what_the_connector_wrote_is_read_by_lastgood(tmp_path, reach, url):
     assert (record.spec.storage, record.iterations[0].equal) == ("lastgood", True)
 
 
+@pytest.mark.slow
 def test_a_configuration_of_the_s3_connector_is_measured_as_it_is(tmp_path, reach, url):
     pytest.importorskip("s3torchconnector")
     configuration = tmp_path / "dcp_fsdp_save.yaml"
@@ -206,6 +207,7 @@ def test_a_server_that_is_not_installed_is_said(tmp_path, monkeypatch):
     assert own.OWN_BUCKET == "lastgood"
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_and_all_stay_if_asked(tmp_path, reach, url, bucket):
     many = ("--uri", url, *reach, "--model", "L7b-2MB", "--iterations", "2", "--warmup", "0")
     dcp(tmp_path, "save", *many, "--suffix", "a")

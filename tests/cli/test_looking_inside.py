@@ -129,7 +129,7 @@ def test_inspect_shows_every_kind_of_value(tmp_path):
         ("sync", "files of sync or checkfreq (checkpoint-*.pt)"),
         ("checkfreq", "files of sync or checkfreq (checkpoint-*.pt)"),
         ("dcp", "folders of dcp (checkpoint-*-step-*/)"),
-        ("checkmate", "the job of shadows of checkmate (checkmate.json)"),
+        ("checkmate", "the job of shadows of checkmate or flowcheck (checkmate.json)"),
     ],
 )
 def test_inspect_says_what_lies_there_of_systems_without_slots(system, what, directory, tmp_path):
@@ -266,6 +266,7 @@ def test_verify_beside_a_training_that_overwrites(tmp_path, monkeypatch):
     assert isinstance(runner.exception, NoCheckpoint)
 
 
+@pytest.mark.slow
 def test_verify_and_inspect_beside_a_busy_training(tmp_path):
     stop, asked = threading.Event(), queue.Queue(maxsize=2)
     trouble = []

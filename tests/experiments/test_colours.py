@@ -12,7 +12,6 @@ from lastgood.experiments.plots.style import BOUND_COLOUR, series_styles
 from lastgood.experiments.systems.labels import (
     LINE_CONTRAST,
     NONE_COLOUR,
-    RESERVED_COLOURS,
     SPARE_COLOURS,
     SystemStyle,
     contrast_with_white,
@@ -64,7 +63,6 @@ def test_no_two_colours_are_alike_to_any_reader(vision: str) -> None:
     colours = {name: style.colour for name, style in system_styles(BUILT_IN).items()}
     colours |= {"bound": BOUND_COLOUR, "paper": "#FFFFFF"}
     colours |= {f"spare {number}": colour for number, colour in enumerate(SPARE_COLOURS)}
-    colours |= {f"reserved {number}": colour for number, colour in enumerate(RESERVED_COLOURS)}
     alike = [
         (one, other, round(apart(colours[one], colours[other], vision), 1))
         for one, other in itertools.combinations(colours, 2)
@@ -83,7 +81,6 @@ def test_the_contrast_is_that_of_known_examples(colour: str, expected: float) ->
 
 def test_areas_and_lines_stand_out_on_paper() -> None:
     areas = {name: style.colour for name, style in system_styles(BUILT_IN).items()}
-    areas |= {f"reserved {number}": colour for number, colour in enumerate(RESERVED_COLOURS)}
     areas |= {f"spare {number}": colour for number, colour in enumerate(SPARE_COLOURS)}
     assert {name: colour for name, colour in areas.items() if contrast_with_white(colour) < LEAST_CONTRAST} == {}
     lines = {name: SystemStyle(name, colour).line_colour for name, colour in areas.items()}

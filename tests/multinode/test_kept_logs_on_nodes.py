@@ -44,6 +44,7 @@ def rank_at_work(job: Job, rank: int) -> psutil.Process:
     raise AssertionError(f"no rank {rank} within 400 s: {job.log.read_text()}")
 
 
+@pytest.mark.slow
 def test_the_log_of_a_rank_is_fetched_from_its_hosts_own_disk(bed: Testbed, own_disk: Path, tmp_path: Path) -> None:
     job = Job(tmp_path, tmp_path / "data")
     assert job.scratch == own_disk

@@ -101,7 +101,6 @@ def test_a_lost_run_leaves_a_partial_figure_and_the_others_go_on(flow: WorkflowF
     assert set(before) <= set(flow.records())
 
 
-@pytest.mark.slow
 def test_the_next_call_makes_the_missing_run_only(flow: WorkflowFolder) -> None:
     times = {record: record.stat().st_mtime_ns for record in flow.records()}
     done = flow.call("fig8")

@@ -112,7 +112,7 @@ def test_a_directory_of_a_checkmate_job(system, readable, tmp_path):
     if not readable:
         (directory / JOB_FILE).write_text("{")
         words = "none of which can be read"
-    refused(system, directory, rf"shadows of checkmate \(checkmate.json\).*{words}")
+    refused(system, directory, rf"shadows of checkmate or flowcheck \(checkmate.json\).*{words}")
 
 
 @pytest.mark.parametrize("system", KEEPING)

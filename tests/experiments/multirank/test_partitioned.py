@@ -137,7 +137,7 @@ def everyday(*cells):
 
 @pytest.mark.parametrize(
     ("parallel", "model", "system"),
-    everyday(("pipeline", "bloom", "pccheck")),
+    everyday(),
 )
 def test_a_part_of_each_rank_comes_back_to_the_bit(ranks, data_parallel, parallel, model, system):
     spec = parted(system, model, parallel)

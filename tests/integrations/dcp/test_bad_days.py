@@ -28,7 +28,7 @@ def ranks(tmp_path_factory):
         pytest.param("before", 1, marks=pytest.mark.slow),
         pytest.param("plan", 1, marks=pytest.mark.slow),
         ("write", 2),
-        ("finish", 0),
+        pytest.param("finish", 0, marks=pytest.mark.slow),
         pytest.param("write", 0, marks=pytest.mark.slow),
     ],
 )
@@ -72,7 +72,7 @@ def test_rank_0_is_named_where_the_store_outlives_it(ranks, tmp_path):
     [
         ("plan", 1, "ValueError", "cannot plan"),
         ("write", 2, "OSError", "Input/output error"),
-        ("finish", 0, "OSError", "Input/output error"),
+        pytest.param("finish", 0, "OSError", "Input/output error", marks=pytest.mark.slow),
     ],
 )
 def test_an_error_of_a_rank_is_an_error_on_all_at_once(ranks, tmp_path, where, victim, kind, said):

@@ -44,7 +44,7 @@ class FlowCheck(Checkpointer):
     name: ClassVar[str] = "flowcheck"
     traits: ClassVar[Traits] = Traits(
         label="FlowCheck",
-        colour="#7A3E9D",
+        colour="#7548B8",
         order=61,
         safe_in=Sink.MEMORY,
         safe_words="in its mirror node's memory",

@@ -11,7 +11,6 @@ from lastgood.experiments.formulas.goodput import IDEAL
 __all__ = [
     "LINE_CONTRAST",
     "NONE_COLOUR",
-    "RESERVED_COLOURS",
     "SPARE_COLOURS",
     "SystemStyle",
     "contrast_with_white",
@@ -30,8 +29,6 @@ NONE_COLOUR = "#000000"
 SPARE_COLOURS = ("#91B791", "#0C2C39", "#420E62")
 """For systems that declare no colour, or one that another system of the figure has. After these come the colours of
 systems that the figure does not show."""
-RESERVED_COLOURS = ("#7548B8",)
-"""For systems that are to come, the one of mirrored packets first: no other system takes these."""
 LINE_CONTRAST = 3.0
 """Of lines with white paper, at least (WCAG 2.2, 1.4.11)."""
 
