@@ -138,6 +138,7 @@ def test_a_rank_that_fails_is_named_with_its_cause(tmp_path):
         dcp(tmp_path, "load", "--suffix", suffix, *SMALL[2:])
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_and_all_stay_if_asked(tmp_path):
     many = ("--model", "L7b-2MB", "--iterations", "2", "--warmup", "1")
     last = dcp(tmp_path, "save", *many, "--suffix", "a").stdout.splitlines()[-1]
@@ -235,6 +236,7 @@ def test_newload_tries_again_what_fails(tmp_path, monkeypatch):
         dcp(tmp_path, "newload", *SMALL[2:], "--retries", "0")
 
 
+@pytest.mark.slow
 def test_a_configuration_of_the_s3_connector_is_measured_as_it_is(tmp_path):
     configuration = tmp_path / "dcp_fsdp_save.yaml"
     configuration.write_text(FSDP_SAVE)

@@ -64,7 +64,7 @@ def sleepers(mark: str) -> list[psutil.Process]:
     return [process for process in processes_with(mark) if process.name() == "sleep"]
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", ["ssh", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_ranks_meet_over_the_network(bed: Testbed, remote: Remote, tmp_path: Path, how: How) -> None:
     value = "$red \"q\" 'a' `b` \\ %n %% é"
     result = launch(

@@ -16,6 +16,7 @@ from lastgood.locks import FileLock
 from tests.workflow.support.workflow_folder import ROOT, WorkflowFolder, planned
 
 
+@pytest.mark.slow
 def test_the_default_plan_is_whole(flow: WorkflowFolder) -> None:
     done = flow.plan("-n", "--quiet", "rules", "--config", "machine=testbox", configfile=None)
     assert done.returncode == 0, done.stdout

@@ -245,6 +245,7 @@ def test_every_system_keeps_what_it_called_durable(system, driven_slowly):
     check_record(driven_slowly.record(system))
 
 
+@pytest.mark.slow
 def test_without_checkpoints_every_failure_takes_everything(driven):
     record = driven.record("none", came_far)
     first, last = record.lives

@@ -206,6 +206,7 @@ def test_a_run_that_is_ended_from_outside_keeps_its_logs_too(job):
     assert not any(rank.is_running() for rank in ranks) and job.left() == []
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_run_that_is_killed(job):
     process = job.start(spec_of(measured_steps=400_000))
     ranks = job.ranks()

@@ -113,6 +113,7 @@ def test_a_run_ends_with_who_asked_for_it(how, server, tmp_path, data_dir):
     assert not (tmp_path / "r0.json").exists()
 
 
+@pytest.mark.slow
 def test_runs_end_with_the_server(tmp_path, data_dir):
     server = ForkServer()
     lock = machine_lock()

@@ -109,6 +109,7 @@ def test_a_shadow_that_cannot_start_is_named_with_its_words(tmp_path: Path, monk
     assert not places_path(tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_shadows_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"

@@ -30,7 +30,11 @@ def where(server, url):
 
 @pytest.mark.parametrize(
     ("world", "hows", "cached"),
-    [(2, ["sync", "process"], False), pytest.param(3, ["thread"], False, marks=pytest.mark.slow), (2, ["sync"], True)],
+    [
+        (2, ["sync", "process"], False),
+        pytest.param(3, ["thread"], False, marks=pytest.mark.slow),
+        pytest.param(2, ["sync"], True, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_saved_comes_back(ranks, where, world, hows, cached):
     for answer in ranks.run("in_bucket", world, hows=hows, cached=cached, **where):

@@ -83,6 +83,7 @@ def test_a_link_for_each_direction_and_two_monitors_of_one_port(bed: Testbed) ->
     assert kernel_state(bed) == before
 
 
+@pytest.mark.slow
 def test_restarts_of_watched_node_and_monitor_bring_the_mirror_back(bed: Testbed) -> None:
     before = kernel_state(bed)
     monitor = bed.mirror(["vm1"], "vm3")
@@ -165,7 +166,7 @@ def exchange(bed: Testbed, node: str, sent: dict[str, bytes]) -> None:
         assert not other.is_alive()
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tcp_is_complete_and_no_acknowledgement_comes_before_its_data(bed: Testbed, split: bool) -> None:
     monitor = bed.mirror(["vm1"], "vm3", split=split)
     rng = np.random.default_rng(1)
