@@ -9,13 +9,15 @@ import pytest
 
 from lastgood.mirror.conversation.opening import open_conversation
 from lastgood.mirror.conversation.places import Buckets, Contradiction, Incarnation, LostStep
+from lastgood.mirror.extract.extractor import Extractor
+from lastgood.mirror.extract.slots import Filled, GradientSlots
 from lastgood.mirror.job.description import Backend, DdpSettings, JobDescription, TensorInfo
 from lastgood.mirror.job.rules import Rules
 from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
 from lastgood.optim.rule import GroupRule
 from lastgood.optim.spec import GroupSpec, OptimizerSpec
 from tests.mirror.support.captures import captures
-from tests.mirror.support.frames import read, read_pcap
+from tests.mirror.support.frames import batch, read, read_pcap
 from tests.mirror.support.gather import Gathered
 from tests.mirror.support.small_job import tensor
 
@@ -74,3 +76,21 @@ def test_gradients_weights_and_buffers_are_found_to_the_bit(capture: tuple[Path,
     for expected, content in gathered.of("buffers"):
         before = f"after.{expected.step - 1}." if expected.step else "init."
         assert content == b"".join(truth[before + one].tobytes() for one in expected.tensors)
+
+
+@pytest.mark.parametrize("name", ["simple-1ch", "ll-1ch"])
+def test_weights_are_there_before_gradients_wherever_a_batch_ends(name: str) -> None:
+    """Both ranks have one address here, so that weights wait for their place until a gradient's messages are seen."""
+    folder = captures("nccl-socket-captures")
+    frames = read_pcap(folder / f"{name}.pcap.xz")
+    assert {one.content[26:34] for one in frames if one.content[12:14] == b"\x08\x00"} == {b"\x7f\0\0\1" * 2}
+    job = job_of(name, dict(np.load(folder / f"{name}.rank0.npz")))
+    for split in range(15, len(frames), 15):
+        extractor, parser = Extractor(open_conversation(job), GradientSlots(1 << 26), 1 << 26), NcclSocketParser()
+        events = [
+            *extractor.feed(parser.feed(batch(frames[:split]))),
+            *extractor.feed(parser.feed(batch(frames[split:]))),
+            *extractor.finish(parser.finish()),
+        ]
+        kinds = [one.expected.kind for one in events if isinstance(one, Filled)]
+        assert kinds.count("parameters") == 2 and kinds[kinds.index("gradient") :].count("parameters") == 0, split

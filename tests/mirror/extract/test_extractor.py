@@ -205,3 +205,24 @@ def test_heads_and_flows_reach_the_conversation(two_flows):
         ("closed", 3),
         ("finish",),
     ]
+
+
+def test_what_waited_for_its_place_comes_before_what_came_later():
+    """The first weights wait until gradients tell which rank each flow is: all of both may be there at once then."""
+    conversation = Scripted()
+    extractor = Extractor(conversation, GradientSlots(10_000), 1000)
+    extractor.feed(Parsed(pieces=pieces((0, 1, 0, 0, 400))))
+    conversation.events = [gradient(0, 400, "parameters"), gradient(1, 200)]
+    conversation.places = {(0, 1): Place(0, 0, 400, True), (1, 0): Place(1, 0, 200, True)}
+    events = extractor.feed(Parsed(pieces=pieces((1, 0, 0, 0, 200))))
+    assert [one.expected.kind for one in events if isinstance(one, Filled)] == ["parameters", "gradient"]
+
+
+def test_what_waited_for_its_place_counts_before_an_incarnation_begins():
+    conversation = Scripted()
+    extractor = Extractor(conversation, GradientSlots(10_000), 1000)
+    extractor.feed(Parsed(pieces=pieces((0, 0, 0, 0, 16))))
+    conversation.events = [gradient(0, 16, "count"), Closed(0), Incarnation(0, True)]
+    conversation.places = {(0, 0): Place(0, 0, 16, True)}
+    assert "Gone" not in kinds(extractor.feed(Parsed()))
+    assert ("content", 0, CONTENT[:16].tobytes()) in conversation.heard

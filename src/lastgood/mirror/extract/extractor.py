@@ -71,8 +71,7 @@ class Extractor:
         count = -1
         while len(self._waiting) != count:  # what one collective brings may tell the place of another one's bytes
             count = len(self._waiting)
-            self._place_waiting()
-            self._retry_staged()
+            self._place_known()
         for flow_index, message, rows in self._waiting:
             self._stage(flow_index, message, rows)
         self._waiting = []
@@ -104,7 +103,7 @@ class Extractor:
             for event in events:
                 if isinstance(event, Incarnation):
                     # Heads are heard first: what the incarnation before had complete is among the bytes of this batch.
-                    self._place_waiting(only_open=True)
+                    self._place_known(only_open=True)
                     self._close_all()
                     self.slots.forget()
                 self._out.append(event)
@@ -132,20 +131,23 @@ class Extractor:
         if closing and self._hear_slots():
             self._listen()
 
-    def _place_waiting(self, *, only_open: bool = False) -> None:
-        """Place what is known of the batch; with `only_open`, only into buffers that are there already."""
+    def _place_known(self, *, only_open: bool = False) -> None:
+        """Place all whose place is known, oldest first; with `only_open`, only into buffers that are there already."""
+        self._retry_staged(only_open=only_open)
         waiting, self._waiting = self._waiting, []
         left = []
         for flow, message, rows in waiting:
-            answer = self.conversation.place(flow, message)
-            unknown = answer is None or (
-                only_open and isinstance(answer, Place) and not self.slots.has(answer.collective)
-            )
-            if unknown:
+            answer = self._answer(flow, message, only_open=only_open)
+            if answer is None:
                 left.append((flow, message, rows))
             else:
                 self._put(flow, answer, rows)
         self._waiting = left + self._waiting
+
+    def _answer(self, flow: int, message: int, *, only_open: bool) -> Answer:
+        answer = self.conversation.place(flow, message)
+        later = only_open and isinstance(answer, Place) and not self.slots.has(answer.collective)
+        return None if later else answer
 
     def _put(self, flow: int, answer: Answer, rows: Table) -> None:
         if answer is IGNORED or answer is None or not answer.final:
@@ -168,10 +170,10 @@ class Extractor:
             self._staged_bytes += nbytes
             self.counters["staged"] += nbytes
 
-    def _retry_staged(self) -> None:
+    def _retry_staged(self, *, only_open: bool) -> None:
         for flow, message in list(self._staged):
-            answer = self.conversation.place(flow, message)
-            if answer is None:
+            answer = self._answer(flow, message, only_open=only_open)
+            if answer is None or (flow, message) not in self._staged:  # what is placed may lead here again
                 continue
             kept = self._staged.pop((flow, message))
             self._staged_bytes -= sum(len(copy) for _, copy in kept)
