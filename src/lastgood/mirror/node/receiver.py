@@ -50,17 +50,21 @@ class MirrorReceiver:
         self._change = threading.Condition()
         self._events: deque[_Complete] = deque()
         self._ended = False
+        self._begun = 0
+        """Incarnations that have begun here."""
         self._counters: Counter[str] = Counter()
 
     def put(self, iteration: int, index: int, gradient: torch.Tensor, timeout_s: float) -> None:
         """Write a parameter's gradient of an iteration, cast as DDP casts it; the bucket is held once all are there.
 
-        Waits while the slot still holds a gradient that is not applied. Raises WaitTimeout.
+        Waits while the slot still holds a gradient that is not applied. Raises WaitTimeout; MismatchError if another
+        incarnation begins meanwhile.
         """
         bucket = self._layout.parameters[index].bucket
         window = self._windows[bucket]
         deadline = time.monotonic() + timeout_s
         with self._change:
+            begun = self._begun
             while not self._has_room(window, iteration):
                 if self._ended or time.monotonic() > deadline:
                     raise WaitTimeout(
@@ -68,6 +72,8 @@ class MirrorReceiver:
                         f"{bucket}, so that iteration {iteration} has room"
                     )
                 self._change.wait(0.05)
+                if self._begun != begun:
+                    raise MismatchError(f"iteration {iteration} is of an incarnation that is over")
             if window.first is not None and iteration < window.first:
                 return  # it is applied already
             place = self._layout.buckets[bucket].parameters.index(index)
@@ -123,6 +129,7 @@ class MirrorReceiver:
         """See `GradientReceiver`."""
         del epoch
         with self._change:
+            self._begun += 1
             for bucket, window in self._windows.items():
                 if keep:
                     full = len(self._layout.buckets[bucket].parameters)
