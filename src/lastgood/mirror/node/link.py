@@ -116,6 +116,7 @@ class LocalLink:
         try:
             declared = Declare(layout=identity.layout.to_data(), adopt=identity.adopt)
             self._core.declare(identity.incarnation, declared, self._welcomed)
+            self.data.connected = True  # not before: gradients are to find the windows where the declaration puts them
             self._core.greet(0, self.told)
         except LastgoodError as error:
             self._fail(error)
@@ -134,7 +135,6 @@ class LocalLink:
                 self._fail(error)
 
     def _welcomed(self, welcome: Welcome) -> None:
-        self.data.connected = True
         self._listener.connected(0, welcome)
 
     def _do(self, posted: _Posted) -> None:
