@@ -118,6 +118,8 @@ class Follower:
             except (LastgoodError, RuntimeError, ValueError) as error:
                 _log.exception("mirror node: %s", type(event).__name__)
                 self._go_blind(self._next_iteration, str(error) or repr(error))
+                if isinstance(event, Filled) and event.expected.kind in ("gradient", "used"):
+                    self._lost(event.expected.step, str(error) or repr(error))
         self._check_life()
         return read
 
@@ -155,7 +157,7 @@ class Follower:
         self._initial = Broadcast(initial_tensors(self.job))
         self._buffers.clear()
         self._log.clear()
-        self._base = self._unsided = None
+        self._base = self._unsided = self._given = None
         self._static_absent = frozenset()
         self.blind = None
         _log.info("incarnation %d of the training begins", event.number)
@@ -180,7 +182,7 @@ class Follower:
         if found is not None:
             part = held_side(core, found)
             self._twin.begin(part["scaler"], updates_made(core))
-            self._start(number, Start(found.iteration, True, {}))
+            self._begin_at(number, Start(found.iteration, True, {}))
             return
         if self._holds_something() and not self._settings.fresh:
             self._go_blind(
@@ -190,7 +192,18 @@ class Follower:
             )
             return
         self._twin.begin(None, {})
-        self._start(number, Start(0, False, {(index, PARAMETER): one for index, one in weights.items()}))
+        self._begin_at(number, Start(0, False, {(index, PARAMETER): one for index, one in weights.items()}))
+
+    def _begin_at(self, number: int, start: Start) -> None:
+        """Follow from the beginning on. Gradients of the first steps may have been complete before the weights were."""
+        before = self.blind
+        self._start(number, start)
+        logged = self._logged_since(0)
+        if logged is None:
+            why = "gradients that came before the first weights found no room" if before is None else before.why
+            self._go_blind(start.iteration + 1, why)
+            return
+        self._catch_up(logged)
 
     def _weights(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """By layout index, in memory order."""
@@ -208,6 +221,9 @@ class Follower:
 
     def _start(self, number: int, start: Start) -> None:
         settings = self._settings
+        if self._base is None:
+            self._base = start.iteration
+        self.iteration = start.iteration
         life = Life(
             self._core,
             self._ear,
@@ -224,10 +240,7 @@ class Follower:
             life.close()
             raise
         self._life = life
-        self.blind = None
-        self.iteration = start.iteration
-        if self._base is None:
-            self._base = start.iteration
+        self.blind = self._unsided = None
         _log.info("follows the training from step %d on, in incarnation %d", start.iteration, number)
 
     def _completed(self, word: Complete) -> None:
@@ -237,7 +250,7 @@ class Follower:
 
     @property
     def _next_iteration(self) -> int | None:
-        return None if self._base is None else self._base + self._steps.following + 1
+        return None if self._base is None else self.iteration + 1
 
     def _iteration_of(self, step: int) -> int:
         return (self._base or 0) + step + 1
@@ -261,6 +274,7 @@ class Follower:
             self._finish_steps()
 
     def _bucket_came(self, expected: Expect, memory: Buffer) -> None:
+        self._check_life()
         step, bucket = expected.step, expected.bucket
         if bucket is None or step < self._steps.following:
             return
@@ -287,7 +301,7 @@ class Follower:
             step, unused = found
             absent = self._absent(unused | self._static_absent)
             if self.blind is not None or self._life is None:
-                self._log.finish(step, absent)
+                self._log.finish(step, absent, len(self.job.optimized))
                 self.counters["logged"] += 1
                 self._try_given()
                 continue
@@ -378,17 +392,21 @@ class Follower:
         It needs all gradients since then: a state of a step that is still to come is kept until that has come.
         """
         self._given = given
-        self._try_given()
+        try:
+            self._try_given()
+        except (LastgoodError, RuntimeError, ValueError) as error:
+            _log.exception("mirror node: the state of step %d", given.iteration)
+            self._go_blind(self._next_iteration, str(error) or repr(error))
 
     def _try_given(self) -> None:
         given = self._given
-        if given is None or self.blind is None or self._base is None:
+        if given is None or self.blind is None or self._base is None or self.refused is not None:
             return
         step = given.iteration - self._base
         if step > self._steps.following:
             return  # it is of a step that is not seen yet
         self._given = None
-        logged = self._log.since(step, self._steps.following)
+        logged = self._logged_since(step)
         if logged is None:
             _log.warning("the state of step %d is of no use: gradients that followed it are lost", given.iteration)
             return
@@ -405,8 +423,26 @@ class Follower:
         self._frozen = {**self._frozen, **given.frozen}
         self._start(number, Start(given.iteration, False, given.tensors))
         self.counters["resyncs"] += 1
+        self._catch_up(logged)
+
+    def _logged_since(self, step: int) -> list[LoggedStep] | None:
+        """All gradients that have come since the beginning of a step; None if they are not all in the log."""
+        found = self._log.since(step, self._steps.following)
+        if found is None:
+            return None
+        for one, buckets in self._steps.open_buckets():
+            known, logged = self._steps.buckets(one), self._log.of(one)
+            indices = {part.index for bucket in buckets for part in self.layout.parts(known[bucket])} - {None}
+            if not indices <= logged.gradients.keys():
+                return None
+            found.append(logged)
+        return found
+
+    def _catch_up(self, logged: list[LoggedStep]) -> None:
+        """Give a life that has just begun what came before it did: finished steps, and what there is of open ones."""
+        newest = max((one.step for one in logged if one.finished), default=None)
         for one in logged:
-            self._replay(one, last=one is logged[-1])
+            self._replay(one, last=one.step == newest)
         self._log.clear()
         self._side_if_there(self._steps.following)
 
@@ -416,7 +452,8 @@ class Follower:
         iteration = self._iteration_of(one.step)
         for index, gradient in one.gradients.items():
             life.receiver.put(iteration, index, gradient, self._settings.wait_s)
-        self._finish(life, iteration, one.absent, saved=last)
+        if one.finished:
+            self._finish(life, iteration, one.absent, saved=last)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

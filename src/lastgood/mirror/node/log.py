@@ -42,10 +42,15 @@ class GradientLog:
         one.gradients[index] = gradient.clone()
         self._bytes += gradient.nbytes
 
-    def finish(self, step: int, absent: tuple[int, ...]) -> None:
-        """All of a step has come."""
-        if step in self._steps:
-            self._steps[step].absent, self._steps[step].finished = absent, True
+    def finish(self, step: int, absent: tuple[int, ...], count: int) -> None:
+        """All of a step has come: `count` gradients. It is of no use if not all of them are here."""
+        found = self._steps.get(step)
+        if found is None:
+            return
+        if len(found.gradients) < count:
+            self._drop(step)
+        else:
+            found.absent, found.finished = absent, True
 
     def lose(self, step: int) -> None:
         """A step will never be complete: what was before it is of no use."""
@@ -57,6 +62,10 @@ class GradientLog:
         found = [self._steps.get(one) for one in range(step, until)]
         complete = [one for one in found if one is not None and one.finished]
         return complete if len(complete) == len(found) else None
+
+    def of(self, step: int) -> LoggedStep:
+        """What is here of a step, finished or not."""
+        return self._steps.get(step, LoggedStep(step))
 
     def clear(self) -> None:
         """Forget all."""

@@ -65,6 +65,10 @@ class Steps:
         if step >= self.following:
             self._open.setdefault(step, OpenStep()).absent = absent
 
+    def open_buckets(self) -> list[tuple[int, frozenset[int]]]:
+        """Steps that are not finished, in order, with the buckets that have come."""
+        return [(step, frozenset(self._open[step].buckets)) for step in sorted(self._open)]
+
     def lacks(self, step: int) -> str:
         """What a step still lacks, in words; "" if nothing."""
         count = len(self.buckets(step))
