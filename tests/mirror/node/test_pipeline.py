@@ -71,9 +71,9 @@ def node_of(ranks, folder, watched="10.77.0.1"):
 def test_a_capture_becomes_the_state_of_its_training(ranks, tmp_path):
     truth = np.load(SAMPLES / f"gloo-{ranks}.npz")
     with node_of(ranks, tmp_path) as node:
-        wait_until(lambda: node.status().held == (HELD,), lambda: node.status(), 60)
+        wait_until(lambda: node.status().iteration == 4 and node.status().held == (HELD,), lambda: node.status(), 60)
         status = node.status()
-        assert status.stands == "follows" and status.iteration == 4 and ("10.77.0.1", 0) in status.ranks
+        assert status.stands == "follows" and ("10.77.0.1", 0) in status.ranks
         assert status.counters["extract"].get("gone", 0) == 0
         model, optimizer, _ = make()
         checkpointer = FlowCheck(tmp_path / "job", nodes=[node.address], token_file=str(tmp_path / "token"))
