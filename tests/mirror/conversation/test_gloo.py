@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lastgood.mirror.conversation.gloo import GlooConversation
@@ -119,6 +119,7 @@ def test_joins_and_evaluations() -> None:
     name=st.sampled_from(sorted(SETTINGS)),
     batch=st.integers(1, 60),
 )
+@example(seed=10782438, ranks=2, chance=0.3, name="unused", batch=1)  # a stranger that begins as the used map does
 def test_strangers_of_other_sizes_are_passed_over(seed: int, ranks: int, chance: float, name: str, batch: int) -> None:
     life = Life(
         small_job(ranks=ranks, **SETTINGS[name]), steps=4, seed=seed, strangers=chance, stranger_sizes=(4, 8, 44)

@@ -13,7 +13,14 @@ from typing import Final, Literal
 
 from lastgood.mirror.conversation.expected import Buckets, CollectiveSequence, Item, shapes_difference
 from lastgood.mirror.conversation.gloo_flow import UNKNOWN, GlooFlow
-from lastgood.mirror.conversation.gloo_tags import OPERATIONS, Tag, reduction_fits, sent_messages, size_fits
+from lastgood.mirror.conversation.gloo_tags import (
+    OPERATIONS,
+    Lookalikes,
+    Tag,
+    reduction_fits,
+    sent_messages,
+    size_fits,
+)
 from lastgood.mirror.conversation.places import (
     CONTENT_KINDS,
     IGNORED,
@@ -91,6 +98,7 @@ class GlooLife:
         self._resynced = False
         self._last_gradients: Item | None = None
         """If nothing of the training came since: a stranger of its size may have been taken for it."""
+        self._lookalikes = Lookalikes(job.ranks)
         self._contradictions = 0
         self._missed = -2
         self._run = 0
@@ -120,6 +128,8 @@ class GlooLife:
         """Messages are missing in it."""
         self.flows[flow].resync_pending = True
         self._resynced = True
+        for item in self._lookalikes.take():
+            self._lose_to_stranger(item)
 
     def taken(self) -> None:
         """What was parsed together with heads so far was said."""
@@ -157,6 +167,8 @@ class GlooLife:
                 known.note(flow, ordinal, nbytes)
             elif known.state == "item":
                 self._check(known, here, ordinal, nbytes)
+            elif known.state == "stranger":
+                self._compare(tag, flow, ordinal, nbytes)
         self._resolve()
 
     def place(self, flow: int, message: int) -> Answer:
@@ -291,7 +303,13 @@ class GlooLife:
         last = self._last_gradients
         if last is not None:
             if self._fits(known, last):
-                self._lose(last.step, "gradients", "an all-reduce of the size of one of its buckets came beside them")
+                if self._resynced:  # messages of it may be missing
+                    self._lose_to_stranger(last)
+                else:
+                    self._lookalikes.add(self._next, last)
+                for flow, sizes in known.sizes.items():
+                    for ordinal, nbytes in sizes:
+                        self._compare(self._next, flow, ordinal, nbytes)
             elif self._sequence.inside == "gradients" and any(
                 self._fits(known, one) for one in self._sequence.buffers[:1]
             ):
@@ -306,6 +324,16 @@ class GlooLife:
             self._check_world()
         if self._crossed:
             self._die("collectives are missing, and strangers came: steps cannot be counted any more")
+
+    def _compare(self, tag: int, flow: int, ordinal: int, nbytes: int) -> None:
+        """A data message of a stranger: if it is as large as what was taken for gradients, either may be them."""
+        ranks = self.ranks.candidates(self.flows[flow].flow.source)
+        item = self._lookalikes.message(tag, ranks, ordinal, nbytes)
+        if item is not None:
+            self._lose_to_stranger(item)
+
+    def _lose_to_stranger(self, item: Item) -> None:
+        self._lose(item.step, "gradients", "an all-reduce of the size of one of its buckets came beside them")
 
     def _given_up(self) -> None:
         """The group that began does not go on: what was taken for its first collectives were strangers."""
@@ -494,14 +522,17 @@ class GlooLife:
         known = self._tags[tag]
         self._open.pop(tag, None)
         item = known.item
-        if item is not None and item.group == "gradients" and item.kind != "other" and not self.ranks.known():
-            self._lose(item.step, "gradients", "no size has shown which rank is watched: it must be given")
+        if item is not None and item.group == "gradients":
+            self._lookalikes.ended(item)
+            if item.kind != "other" and not self.ranks.known():
+                self._lose(item.step, "gradients", "no size has shown which rank is watched: it must be given")
         if known.collective >= 0 and known.item is not None and known.item.kind != "other":
             self._emit(Closed(known.collective))
         self._closed.append(tag)
         if len(self._closed) > _KEPT:
             old = self._closed.popleft()
             gone = self._tags.pop(old)
+            self._lookalikes.forget(old)
             self._by_serial.pop(gone.collective, None)
             for flow in gone.flows:
                 self.flows[flow].forget(old)
