@@ -27,9 +27,11 @@ class RoceParser:
         if protocol not in PROTOCOLS:
             raise ConfigError(f"a RoCE parser reads the protocols {', '.join(PROTOCOLS)}, not {protocol!r}")
         self._parser = _native.RoceParser(protocol, patience, most_waiting_bytes)
+        self._batch: FrameBatch | None = None
 
     def feed(self, batch: FrameBatch) -> Parsed:
-        """Read frames. Addresses of pieces hold until the next call, and no longer than the batch."""
+        """Read frames. Addresses of pieces hold until the next call."""
+        self._batch = batch  # pieces lie in it
         table = np.ascontiguousarray(batch.table)
         return _parsed(self._parser.feed(address_of(batch.data), batch.data.nbytes, table.ctypes.data, len(table)))
 

@@ -169,6 +169,7 @@ class PlainRoceParser:
         self._protocol, self._patience, self.most_waiting_bytes = protocol, patience, most_waiting_bytes
         self._queues: OrderedDict[_Key, _Queue] = OrderedDict()
         self._by_port: dict[tuple[bytes, bytes, int], list[_Queue]] = {}
+        self._batch: FrameBatch | None = None
         self._counters: Counter[str] = Counter()
         self._flows = 0
         self.waiting_bytes = 0
@@ -178,6 +179,7 @@ class PlainRoceParser:
     def feed(self, batch: FrameBatch) -> Parsed:
         """Read frames. Addresses of pieces hold until the next call."""
         self._begin()
+        self._batch = batch  # pieces lie in it
         base = np.frombuffer(batch.data, np.uint8).ctypes.data if len(batch.data) else 0
         for number in range(len(batch)):
             row = batch.table[number]
