@@ -269,6 +269,7 @@ class SocketParser:
     def __init__(self, framings: Sequence[Framing], settings: TcpSettings | None = None) -> None:
         self._framings = framings
         self._gather = Gather()
+        self._batch: FrameBatch | None = None
         self._streams = Streams(self, settings)
         self._left: Counter[str] = Counter()
 
@@ -276,6 +277,7 @@ class SocketParser:
 
     def feed(self, batch: FrameBatch) -> Parsed:
         """Read frames. Addresses of pieces hold until the next call."""
+        self._batch = batch  # pieces lie in it
         self._streams.new_batch()
         self._gather.new_batch()
         data = batch.data
