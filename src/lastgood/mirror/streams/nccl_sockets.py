@@ -37,6 +37,8 @@ _LINE_BYTES: Final = 16
 """Of LL: data, flag, data, flag, of 4 bytes each."""
 _PROBE_BYTES: Final = 4 * _LINE_BYTES
 _MOST_LL_BYTES: Final = 256 * KIB
+_MOST_MESSAGE_BYTES: Final = 16 * MIB
+"""A slice has a quarter of NCCL_BUFFSIZE (4 MiB): what says more is no size."""
 _MOST_STEPS: Final = 8
 """Of NCCL's count, that one message moves on."""
 _MOST_KEPT_BYTES: Final = 64 * MIB
@@ -365,7 +367,7 @@ class _SocketReader:
     def _begin(self, time_ns: int) -> None:
         (size,) = _SIZE.unpack(self._size)
         self._size.clear()
-        if size < 0:
+        if not 0 <= size <= _MOST_MESSAGE_BYTES:
             self._set.give_up(f"a message of {size} bytes")
             return
         message, here = self._set.begin(size, time_ns)
