@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, _folder: object) -> Report:
             cannot("what was extracted is not what was sent")
         if check_and_copy(traffic, copies) != sum(len(batch) for batch in traffic.batches):
             cannot("some checksum is wrong")
-        sides = {"parse": lambda: parse_and_extract(traffic, memory), "loop": lambda: check_and_copy(traffic, copies)}  # noqa: B023
+        sides = {"parse": lambda: parse_and_extract(traffic, memory), "loop": lambda: check_and_copy(traffic, copies)}  # noqa: B023 - called in this round
         loops = 1 if options.quick else max(1, ROUND_BYTES // nbytes)
         found: dict[str, list[float]] = {name: [] for name in sides}
         for _, name in interleaved(list(sides), options.rounds, options.seed):

@@ -93,7 +93,7 @@ def describe(
         kind=backend.value,
         network=network,
         version=nccl,
-        protocol=protocol,  # type: ignore[arg-type]
+        protocol=protocol,  # type: ignore[arg-type] # the model refuses other words
         channels=channels,
         buffer_bytes=option_bytes("--buffsize", buffsize),
     )
@@ -119,7 +119,7 @@ def _from_workload(name: str, configfile: Path | None, overrides: list[str]) -> 
 def _from_factory(path: str) -> Training:
     from lastgood.mirror.job.factory import call_factory
 
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as sys.path has it
         sys.path.insert(0, here)
     return call_factory(path)
 

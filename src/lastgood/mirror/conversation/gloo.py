@@ -118,13 +118,13 @@ class GlooConversation:
         if life is not None:
             life.head(flow, message, slot, opcode, nbytes)
 
-    def lost(self, flow: int, message: int, offset: int, nbytes: int) -> None:  # noqa: ARG002
+    def lost(self, flow: int, message: int, offset: int, nbytes: int) -> None:  # noqa: ARG002 - as `Conversation` has it
         """Bytes of a message will never come in this flow."""
         life = self._life_of.get(flow)
         if life is not None:
             life.lost(flow, message)
 
-    def resynced(self, flow: int, why: str) -> None:  # noqa: ARG002
+    def resynced(self, flow: int, why: str) -> None:  # noqa: ARG002 - as `Conversation` has it
         """An unknown number of messages is missing in a flow."""
         life = self._life_of.get(flow)
         if life is not None:

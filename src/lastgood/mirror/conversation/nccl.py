@@ -69,17 +69,17 @@ class NcclConversation:
         if flow in self._life_of:
             self._life_of[flow].closed(flow)
 
-    def head(self, flow: int, message: int, slot: int, opcode: int, nbytes: int) -> None:  # noqa: ARG002
+    def head(self, flow: int, message: int, slot: int, opcode: int, nbytes: int) -> None:  # noqa: ARG002 - as `Conversation` has it
         """A message begins."""
         if flow in self._life_of and opcode == DATA:
             self._life_of[flow].head(flow, message, nbytes)
 
-    def lost(self, flow: int, message: int, offset: int, nbytes: int) -> None:  # noqa: ARG002
+    def lost(self, flow: int, message: int, offset: int, nbytes: int) -> None:  # noqa: ARG002 - as `Conversation` has it
         """Bytes of a message will never come in this flow."""
         if flow in self._life_of:
             self._life_of[flow].lost(flow, message)
 
-    def resynced(self, flow: int, why: str) -> None:  # noqa: ARG002
+    def resynced(self, flow: int, why: str) -> None:  # noqa: ARG002 - as `Conversation` has it
         """An unknown number of messages is missing in a flow."""
         if flow in self._life_of:
             self._life_of[flow].resynced()
