@@ -7,9 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-from lastgood.cluster.testbed.state import parse_rate
-from lastgood.errors import ConfigError
-from lastgood.experiments.config.values import BASELINE, Count, CountOrZero, Listed, SystemName
+from lastgood.experiments.config.values import BASELINE, Count, CountOrZero, Listed, Rate, SystemName
 from lastgood.experiments.records.flowcheck import FLOWCHECK_PARTS, GptShape
 from lastgood.experiments.records.mirror_node import LARGE_MODELS
 from lastgood.models import FrozenModel
@@ -36,14 +34,6 @@ def _shape(name: str) -> str:
     return name
 
 
-def _rate(text: str) -> str:
-    try:
-        parse_rate(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
 def _different(ranks: list[int]) -> list[int]:
     if len(set(ranks)) < len(ranks):
         raise ValueError("a rank is there twice")
@@ -68,9 +58,7 @@ class TrainingBench(FrozenModel):
     ranks: Annotated[Count, Field(ge=2, le=64)] = Field(
         default=3, description="a whole number from 2 to 64: trainers, each a node of a testbed; one more node watches"
     )
-    rate: Annotated[str, AfterValidator(_rate)] | None = Field(
-        default=None, description="as 1gbit: the limit of the testbed's links, or null"
-    )
+    rate: Rate | None = Field(default=None, description="as 1gbit: the limit of the testbed's links, or null")
     threads: Count | None = Field(
         default=None, description="a whole number from 1: of each rank; null shares the cores out"
     )
@@ -102,7 +90,7 @@ class CaptureBench(FrozenModel):
     frame_bytes: Listed[Annotated[Count, Field(ge=64, le=65_535)]] = Field(
         default=[1500, 65_535], description="a list of whole numbers from 64 to 65535: sizes of frames"
     )
-    offered: Listed[Annotated[str, AfterValidator(_rate)]] = Field(
+    offered: Listed[Rate] = Field(
         default=["250mbit", "500mbit", "1gbit", "2gbit", "4gbit", "8gbit", "16gbit", "32gbit"],
         description="a list of rates, as 1gbit: asked of the sender",
     )

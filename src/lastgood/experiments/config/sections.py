@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from lastgood.cluster.testbed.state import parse_rate
 from lastgood.errors import ConfigError
 from lastgood.experiments.config.values import (
     BASELINE,
@@ -16,6 +15,7 @@ from lastgood.experiments.config.values import (
     Interval,
     Listed,
     ModelName,
+    Rate,
     SystemName,
     Systems,
     UserPath,
@@ -90,14 +90,6 @@ def _s3_storage(name: str) -> str:
     if name not in _ON_S3:
         raise ValueError("no such storage of buckets")
     return name
-
-
-def _rate(text: str) -> str:
-    try:
-        parse_rate(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return text
 
 
 _UpTo64 = Annotated[Count, Field(le=64)]
@@ -192,7 +184,7 @@ class _OverNodes(FrozenModel):
     ssh_config: UserPath | None = Field(description="an ssh configuration in place of your own, or null")
     nodes: Annotated[Count, Field(le=4096)] = Field(description="a whole number from 1 to 4096: hosts")
     slots: Annotated[Count, Field(le=1024)] = Field(description="a whole number from 1 to 1024: ranks on each host")
-    rate: Annotated[str, AfterValidator(_rate)] | None = Field(
+    rate: Rate | None = Field(
         description="as 1gbit: the limit of a testbed's links, of other hosts' only noted, for the bound; or null"
     )
     systems: Systems = Field(

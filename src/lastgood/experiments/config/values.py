@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lastgood.checkpointers.registry import BASELINE, checkpointer_names
+from lastgood.cluster.testbed.state import parse_rate
+from lastgood.errors import ConfigError
 from lastgood.workloads.registry import workload_names
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Label",
     "Listed",
     "ModelName",
+    "Rate",
     "SystemName",
     "Systems",
     "UserPath",
@@ -118,3 +121,15 @@ _Item = TypeVar("_Item")
 Listed = Annotated[list[_Item], BeforeValidator(_split), AfterValidator(_distinct), Field(min_length=1)]
 """A list of at least one, none twice; or a text with commas."""
 Systems = Annotated[Listed[SystemName], AfterValidator(_with_baseline)]
+
+
+def _rate(text: str) -> str:
+    try:
+        parse_rate(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+Rate = Annotated[str, AfterValidator(_rate)]
+"""Of a link, as tc writes it: 100mbit."""
