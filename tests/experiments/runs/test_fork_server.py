@@ -15,6 +15,7 @@ import pytest
 
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import RunRecord
+from lastgood.experiments.runs import fork_server
 from lastgood.experiments.runs.fork_server import ADDRESS, ForkServer, run_in_fork
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.support.run_specs import COMMAND, spec_of
@@ -111,6 +112,21 @@ def test_a_run_ends_with_who_asked_for_it(how, server, tmp_path, data_dir):
         process.stdout.close()
         lock.release()
     assert not (tmp_path / "r0.json").exists()
+
+
+def test_a_run_that_no_interrupt_reaches_is_killed_with_who_asked_for_it(server, tmp_path, data_dir):
+    lock = machine_lock()
+    lock.acquire(240)
+    try:
+        process = start(server, spec_of(), tmp_path, data_dir)
+        fork = waits_for_the_machine(server, process)
+        fork.suspend()  # as one that imports a library that catches the interrupt
+        process.kill()
+        fork.wait(fork_server._END_S - 5)
+    finally:
+        process.kill()
+        process.stdout.close()
+        lock.release()
 
 
 @pytest.mark.slow

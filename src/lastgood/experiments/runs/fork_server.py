@@ -3,8 +3,8 @@
 The workflow starts one (`ForkServer`) and names its socket in its environment; each `lastgood run` of a training in one
 process asks it for a fork that does the run, hands over its own input, output and folder, and ends as that ends. The
 server computes nothing, starts no thread and never touches CUDA, so that each fork begins as a process that has only
-imported. It imports a model's library when a run asks for it. It ends with the workflow, and runs end with those who
-asked for them; if there is no server, `lastgood run` imports for itself.
+imported. It imports a model's library when a run asks for it. It ends with the workflow. A run is killed if the process
+that asked for it is; an interrupt is passed on. If there is no server, `lastgood run` imports for itself.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _RUNS_IMPORT = ("lastgood.experiments.runs.measure", "lastgood.experiments.recor
 """The command itself as well, which a fork runs like any other process: by its name, with its own arguments."""
 _END_S = 20.0
 """For a run to tidy up after an interrupt."""
+_INTERRUPT = b"interrupt"
+"""What one who asked for a run and still waits for it sends, so that it tidies up."""
 
 
 class ForkServer:
@@ -98,9 +100,9 @@ def run_in_fork(address: str, workload: str, command: list[str]) -> int | None:
         try:
             answer = asked.recv(64)
         except KeyboardInterrupt:
-            asked.shutdown(socket.SHUT_WR)
             asked.settimeout(2 * _END_S)
             with contextlib.suppress(OSError):
+                asked.send(_INTERRUPT)
                 asked.recv(64)
             raise
     if not answer:
@@ -146,7 +148,7 @@ class _Server:
                 elif key.fileobj == key.data.ended:
                     self._end(key.data)
                 else:
-                    self._interrupt(key.data)  # whoever asked for it has ended, or wants it to
+                    self._heard(key.data)
             for run in self._runs:
                 if run.kill_at is not None and time.monotonic() >= run.kill_at:
                     signal.pidfd_send_signal(run.ended, signal.SIGKILL)
@@ -199,10 +201,19 @@ class _Server:
     def _any_interrupted(self) -> bool:
         return any(run.kill_at is not None for run in self._runs)
 
-    def _interrupt(self, run: _Run) -> None:
+    def _heard(self, run: _Run) -> None:
+        """The process that asked for it interrupts it, or has ended: then it is killed, as it were without a server."""
+        try:
+            interrupted = run.asked.recv(len(_INTERRUPT)) == _INTERRUPT
+        except OSError:
+            interrupted = False
+        # An interrupt can get lost, as in a library that catches all; a run of nobody would go on and write its record.
+        self._interrupt(run, signal.SIGINT if interrupted else signal.SIGKILL)
+
+    def _interrupt(self, run: _Run, how: signal.Signals = signal.SIGINT) -> None:
         if run.kill_at is None:
             run.kill_at = time.monotonic() + _END_S
-            signal.pidfd_send_signal(run.ended, signal.SIGINT)
+            signal.pidfd_send_signal(run.ended, how)
             self._selector.unregister(run.asked)
 
     def _end(self, run: _Run) -> None:
