@@ -31,6 +31,7 @@ FLOORS = [
         "mirror.conversation",
         "mirror.extract mirror.generate",
         "mirror.node",
+        "sparse",
         "checkpointers.traits checkpointers.rank_directory checkpointers.torch_files",
         "checkpointers.known",
         "checkpointers.agreement checkpointers.attach checkpointers.copies checkpointers.steps",
