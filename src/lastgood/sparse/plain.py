@@ -1,0 +1,131 @@
+"""Compressors in plain numpy and torch: what each one chooses and sends, place by place."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from lastgood._lazy import torch
+from lastgood.sparse.blocks import BLOCK_WIDTH
+
+__all__ = ["accumulate", "chosen_values", "draw", "finite", "narrow", "scores", "top"]
+
+Bits = npt.NDArray[np.uint32]
+
+_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_INFINITY: Final = np.uint32(0x7F800000)
+_LARGEST_HALF: Final = 65504
+_ROUNDS: Final = 6
+
+
+def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> npt.NDArray[np.float32]:
+    """Gradient + residual, rounded to float32."""
+    found: npt.NDArray[np.float32] = (gradient.float() + residual).numpy()
+    return found
+
+
+def finite(values: npt.NDArray[np.float32]) -> bool:
+    """Whether no value is infinite or no number."""
+    return bool(np.isfinite(values).all())
+
+
+def scores(values: npt.NDArray[np.float32], width: int) -> Bits:
+    """How much each place weighs, as the bits of a float32 that is not negative, which order as the numbers do.
+
+    An element weighs its magnitude. A block weighs the sum of its magnitudes, by halves: lanes 0 to 7 and 8 to 15 are
+    added, then 0 to 3 and 4 to 7 of that, and so on. A last block of c elements weighs its sum times 16 / c (rounded
+    to float32), so that it counts by its mean.
+    """
+    if width == 1:
+        return values.view(np.uint32) & _MAGNITUDE
+    sums = _padded(np.abs(values)).reshape(-1, width)
+    with np.errstate(over="ignore"):
+        while sums.shape[1] > 1:
+            half = sums.shape[1] // 2
+            sums = sums[:, :half] + sums[:, half:]
+        short = len(values) % width
+        if short:
+            sums[-1] *= np.float32(width / short)
+    return np.ascontiguousarray(sums).reshape(-1).view(np.uint32)
+
+
+def top(weights: Bits, count: int) -> Bits:
+    """The `count` heaviest places, ascending; of equal ones the first."""
+    least = np.partition(weights, len(weights) - count)[len(weights) - count]
+    above = np.flatnonzero(weights > least)
+    equal = np.flatnonzero(weights == least)[: count - len(above)]
+    return np.sort(np.concatenate((above, equal))).astype(np.uint32)
+
+
+def draw(places: int, count: int, seed: int, call: int) -> Bits:
+    """`count` different places of `places`, ascending: the first of a permutation that `seed` and `call` make.
+
+    A Feistel network permutes the numbers below a power of two; those beyond the last place go through it again.
+    """
+    bits = max(2, (places - 1).bit_length())
+    left_bits = bits // 2
+    right_bits = bits - left_bits
+    keys = _keys(seed, call, places)
+    found = np.arange(count, dtype=np.uint32)
+    walking = np.arange(count)
+    while len(walking):
+        left, right = found[walking] >> np.uint32(right_bits), found[walking] & np.uint32((1 << right_bits) - 1)
+        for number, key in enumerate(keys):
+            if number % 2 == 0:
+                left ^= _mixed(right, key) >> np.uint32(32 - left_bits)
+            else:
+                right ^= _mixed(left, key) >> np.uint32(32 - right_bits)
+        found[walking] = left << np.uint32(right_bits) | right
+        walking = walking[found[walking] >= places]
+    return np.sort(found)
+
+
+def narrow(values: npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
+    """Rounded to the nearest, and never to infinity: what is left over is exact in float32 also beyond the largest."""
+    wide = torch.from_numpy(values)
+    if dtype == torch.float32:
+        return wide
+    found = wide.to(dtype)
+    beyond = torch.isinf(found)
+    if beyond.any():
+        bits = values[beyond.numpy()].view(np.uint32)
+        if dtype == torch.bfloat16:
+            nearest = (bits & np.uint32(0xFFFF0000)).view(np.float32)
+        else:
+            # A multiple of the value's own last bit, so that the subtraction loses nothing.
+            last_bit = np.clip((bits >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64) - 150, 0, 16)
+            magnitude = (_LARGEST_HALF >> last_bit << last_bit).astype(np.float32)
+            nearest = np.copysign(magnitude, bits.view(np.float32))
+        found[beyond] = torch.from_numpy(nearest).to(dtype)
+    return found
+
+
+def chosen_values(values: npt.NDArray[np.float32], indices: Bits, width: int) -> npt.NDArray[np.float32]:
+    """The values of chosen places, a copy, with zeros beyond the end."""
+    if width == 1:
+        return values[indices]
+    return _padded(values).reshape(-1, width)[indices].reshape(-1)
+
+
+def _padded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return np.pad(values, (0, -len(values) % BLOCK_WIDTH))
+
+
+def _keys(seed: int, call: int, places: int) -> list[int]:
+    """A 32-bit key for each round."""
+    state = (seed * 0x9E3779B97F4A7C15 + call * 0xD1342543DE82EF95 + places) & (1 << 64) - 1
+    found = []
+    for _ in range(_ROUNDS):
+        state = (state + 0x9E3779B97F4A7C15) & (1 << 64) - 1
+        mixed = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & (1 << 64) - 1
+        found.append(mixed >> 32)
+    return found
+
+
+def _mixed(values: Bits, key: int) -> Bits:
+    mixed = (values ^ np.uint32(key)) * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ mixed >> np.uint32(15)) * np.uint32(0x85EBCA77)
+    return mixed ^ mixed >> np.uint32(16)
