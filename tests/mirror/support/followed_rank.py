@@ -2,7 +2,8 @@
 
 ``python -m tests.mirror.support.followed_rank OUT STEPS OPTIONS``. Options: `kind` and `hook` of `simulated_life`,
 `ddp` (arguments of DistributedDataParallel), `flowcheck` (what to give to FlowCheck; none: an undisturbed training),
-`pause_s` (after each step). Rank 0 appends a line for each step to OUT/losses.txt: the step, and its loss to the bit.
+`pause_s` (after each step), `agent` (what to give to `mirror_agent`), `save` (a folder: rank 0 saves each step there as
+the system ``sync`` does). Rank 0 appends a line for each step to OUT/losses.txt: the step, and its loss to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lastgood import mirror_agent
 from lastgood.checkpointers.flowcheck.system import FlowCheck
+from lastgood.checkpointers.registry import checkpointer_class
 from tests.mirror.support.simulated_life import make_training
 from tests.mirror.support.training import hook
 
@@ -33,6 +36,11 @@ def main(out: Path, steps: int, options: dict[str, Any]) -> None:
     if options.get("flowcheck"):
         checkpointer = FlowCheck(out / "job", **options["flowcheck"])
         done = checkpointer.attach(**state)
+    agent = mirror_agent(state, **options["agent"]) if options.get("agent") else None
+    saver = None
+    if options.get("save") and rank == 0:
+        saver = checkpointer_class("sync")(options["save"])
+        saver.start({"model": training.model, "optimizer": training.optimizer})
     ddp = DistributedDataParallel(training.model, **options["ddp"])
     if options["hook"]:
         ddp.register_comm_hook(None, hook(options["hook"]))
@@ -51,12 +59,17 @@ def main(out: Path, steps: int, options: dict[str, Any]) -> None:
             done += 1
             if checkpointer is not None:
                 assert checkpointer.step() == done
+            if agent is not None:
+                agent.step(done)
+            if saver is not None:
+                saver.save(done)
             if rank == 0:
                 losses.write(f"{done} {loss.item().hex()}\n")
                 losses.flush()
             time.sleep(options.get("pause_s", 0.0))
-    if checkpointer is not None:
-        checkpointer.close()
+    for one in (checkpointer, agent, saver):
+        if one is not None:
+            one.close()
     dist.barrier()
     dist.destroy_process_group()
 
