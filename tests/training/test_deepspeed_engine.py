@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lastgood.errors import LastgoodError
-from lastgood.training.deepspeed_engine import _Update
+from lastgood.errors import ConfigError, LastgoodError
+from lastgood.training.deepspeed_engine import _Update, cut_into_stages
+from lastgood.workloads.base import Batch, BatchStream, Workload
+
+
+class Points(BatchStream):
+    def batch(self, index: int) -> Batch:
+        return {"x": torch.full((1, 1), float(index))}
 
 
 def test_an_update_is_told_once_before_any_weight_changes() -> None:
@@ -30,3 +36,11 @@ def test_an_update_that_is_left_out_is_an_error() -> None:
         pass
     with pytest.raises(ValueError, match="its own"), update.expected(lambda: None):
         raise ValueError("its own")
+
+
+def test_a_pipeline_refuses_a_model_that_casts() -> None:
+    layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    workload = Workload("opt", layer, optimizer, Points(), lambda batch: layer(batch["x"]), {}, precision="bfloat16")
+    with pytest.raises(ConfigError, match=r"^opt: a pipeline trains in float32; leave the option precision out$"):
+        cut_into_stages(workload, 2, 1, "cpu")

@@ -14,16 +14,20 @@ from lastgood.workloads.registry import build_workload, workload_options_class
 from tests.workloads.tiny_options import TINY
 
 
-def built(name: str, size: int, data_dir: Path) -> Workload:
-    options = workload_options_class(name).model_validate(TINY[name][size])
+def built(name: str, size: int, data_dir: Path, **more: str) -> Workload:
+    options = workload_options_class(name).model_validate({**TINY[name][size], **more})
     return build_workload(name, options, data_dir=data_dir, data_path=None, seed=5, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom"])
+@pytest.mark.parametrize(
+    ("name", "more"), [("opt", {}), ("opt", {"attention": "sdpa"}), ("bloom", {})], ids=["opt", "opt-sdpa", "bloom"]
+)
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_layers_one_after_another_are_the_model(name: str, size: int, training: bool, data_dir: Path) -> None:
-    workload = built(name, size, data_dir)
+def test_layers_one_after_another_are_the_model(
+    name: str, more: dict[str, str], size: int, training: bool, data_dir: Path
+) -> None:
+    workload = built(name, size, data_dir, **more)
     workload.model.train(training)
     batch = workload.data.batch(3)
     torch.manual_seed(1)  # dropout

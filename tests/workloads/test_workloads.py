@@ -31,8 +31,8 @@ LONG = {"resnet50", "resnet18"}
 EVERYDAY = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in workload_names()]
 
 
-def make(name: str, data_dir: Path, size: int = 0, seed: int = 3) -> Workload:
-    options = workload_options_class(name)(**TINY[name][size])
+def make(name: str, data_dir: Path, size: int = 0, seed: int = 3, **more: str) -> Workload:
+    options = workload_options_class(name)(**TINY[name][size], **more)
     return build_workload(name, options, data_dir=data_dir, data_path=None, seed=seed, device="cpu")
 
 
@@ -47,6 +47,14 @@ def train(workload: Workload, steps: int) -> list[float]:
             workload.scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+OPTIONS: list[tuple[str, dict[str, str]]] = [
+    *[(name, {"attention": "sdpa"}) for name in ("bert", "opt")],
+    *[(name, {"precision": "bfloat16"}) for name in ("vgg16", "transformer_xl")],
+    ("opt", {"attention": "sdpa", "precision": "bfloat16"}),
+]
+"""What changes how a model computes."""
 
 
 def take(workload: Workload) -> dict[str, Any]:
@@ -142,6 +150,35 @@ def test_training_after_a_restore_gives_the_losses_of_training_never_stopped(nam
     ends = zip(unbroken.model.state_dict().items(), resumed.model.state_dict().items(), strict=True)
     for (key, live), (_, again) in ends:
         assert torch.equal(live, again), key
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_options_change_the_arithmetic_and_not_the_model(name: str, options: dict[str, str], data_dir: Path) -> None:
+    plain = make(name, data_dir)
+    other = make(name, data_dir, **options)
+    for (key, value), (_, same) in zip(plain.model.state_dict().items(), other.model.state_dict().items(), strict=True):
+        assert torch.equal(value, same) and value.dtype == same.dtype, key
+    plain.model.eval()
+    other.model.eval()
+    before, after = (workload.loss(workload.data.batch(0)).item() for workload in (plain, other))
+    assert after == pytest.approx(before, rel=2e-2)
+    if "precision" in options:
+        assert after != before
+    expected = train(make(name, data_dir, **options), 4)
+    first = make(name, data_dir, **options)
+    assert train(first, 2) == expected[:2]
+    saved = take(first)
+    again = make(name, data_dir, **options)
+    train(again, 1)
+    give_back(again, saved)
+    assert train(again, 2) == expected[2:]
+
+
+def test_options_that_came_later_are_named_only_if_they_are_chosen() -> None:
+    options = workload_options_class("opt")
+    assert options(**TINY["opt"][0]).model_dump() == TINY["opt"][0]
+    chosen = {"attention": "sdpa", "precision": "bfloat16"}
+    assert options(**TINY["opt"][0], **chosen).model_dump() == {**TINY["opt"][0], **chosen}
 
 
 def test_dropout_draws_from_the_saved_generator(data_dir: Path) -> None:

@@ -5,33 +5,23 @@ from __future__ import annotations
 import difflib
 from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import Field, ValidationError
 
 from lastgood.errors import ConfigError
 from lastgood.files import local_path
 from lastgood.locations import Location
-from lastgood.models import FrozenModel
+from lastgood.models import HashedOptions
 
 __all__ = ["BaseOptions", "KeepOptions", "check_when_to_save", "made_options"]
 
 
-class BaseOptions(FrozenModel):
+class BaseOptions(HashedOptions):
     """Base of every system's options: unknown keys and wrong types are refused, values never change."""
 
     path_options: ClassVar[tuple[str, ...]] = ()
     """Names of those that are paths: a checkpointer takes relative ones from where the process is when it is made."""
     place_options: ClassVar[tuple[str, ...]] = ()
     """Names of those that are folders or URLs; folders are taken as paths are."""
-    later_options: ClassVar[tuple[str, ...]] = ()
-    """Names of those that came later. Records of runs are named by a hash of the options: older ones keep their names
-    as long as such an option has its default."""
-
-    @model_serializer(mode="wrap")
-    def _without_what_came_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        dumped: dict[str, Any] = handler(self)
-        fields = type(self).model_fields
-        absent = [name for name in self.later_options if dumped.get(name) == fields[name].default]
-        return {name: value for name, value in dumped.items() if name not in absent}
 
     def disk_bytes(self, state_bytes: int) -> int:
         """Disk space that this system needs at once for a state of `state_bytes`."""

@@ -61,12 +61,14 @@ def cut_into_stages(workload: Workload, stages: int, batch_size: int, device: st
 
     A step trains on as many micro-batches as there are stages, so that its batch is that of as many data-parallel
     ranks. The embedding, which is the output matrix too, lies on the first and on the last stage. Raises as
-    `partition`, and ConfigError for a model of too few layers.
+    `partition`, and ConfigError for a model of too few layers or one that casts.
     """
     from lastgood.workloads.causal import LEARNING_RATE
     from lastgood.workloads.causal_layers import causal_layers
     from lastgood.workloads.training_parts import adamw_with_warmup
 
+    if workload.precision != "float32":
+        raise ConfigError(f"{workload.name}: a pipeline trains in float32; leave the option precision out")
     deepspeed = _prepare(device)
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 

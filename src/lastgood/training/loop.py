@@ -24,6 +24,7 @@ def configure_compute(threads: int, deterministic: bool, later: bool = False) ->
     Deterministic kernels cost speed on CUDA and nothing on the CPU; a measurement runs without, a proof with them.
     cuBLAS reads its workspace setting once, when it starts, and is slower with the deterministic one (OPT-1.3B on an
     H200: 142 ms for a step, 88 without). So it is set only in a process that proves, or that will do so `later`.
+    Fused attention adds in an order that differs from run to run: a proof takes torch's plain one in its place.
     """
     if deterministic or later:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -31,6 +32,12 @@ def configure_compute(threads: int, deterministic: bool, later: bool = False) ->
         torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    for allow in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        allow(not deterministic)
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True

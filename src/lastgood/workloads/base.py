@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from lastgood._lazy import torch
-from lastgood.models import FrozenModel
+from lastgood.models import HashedOptions
 
 __all__ = ["Batch", "BatchStream", "Setting", "Stepper", "Workload", "WorkloadOptions"]
 
 Batch = dict[str, "torch.Tensor"]
 
 
-class WorkloadOptions(FrozenModel, ABC):
+class WorkloadOptions(HashedOptions, ABC):
     """Base of every workload's options. All sizes are explicit, so that a record says what ran."""
 
     optimizer_moments: ClassVar[int] = 0
@@ -130,6 +130,8 @@ class Workload:
     data_facts: dict[str, str]
     """What the data is: keys `name`, `source` and `sha256`, for the run record."""
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    precision: str = "float32"
+    """Of the forward pass: `loss` casts by itself, and what does not call it must."""
     extra: dict[str, Any] = field(default_factory=dict)
     step: Stepper | None = None
     """None: `loss`, its backward pass, and the optimizer's own step."""

@@ -35,8 +35,7 @@ def build_opt(options: OptOptions, setting: Setting) -> Workload:
             ffn_dim=options.feedforward,
             max_position_embeddings=options.positions,
             use_cache=False,
-            # Eager attention gives the same bits on every run, on CUDA too, where flash attention's backward does not.
-            attn_implementation="eager",
+            attn_implementation=options.attention,
         )
         model: nn.Module = OPTForCausalLM(config)
         return model

@@ -7,7 +7,7 @@ running statistics, are outside it.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -18,6 +18,7 @@ __all__ = [
     "BertOptions",
     "BlobOptions",
     "BloomOptions",
+    "NetworkOptions",
     "OptOptions",
     "Resnet18Options",
     "Resnet50Options",
@@ -29,7 +30,16 @@ MINIMUM_VOCABULARY = 512
 """Byte-level tokenizers need 256 symbols and their special tokens before the first merge."""
 
 
-class _VisionOptions(WorkloadOptions):
+class NetworkOptions(WorkloadOptions):
+    """Base of those of networks."""
+
+    later_options: ClassVar[tuple[str, ...]] = ("precision",)
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward pass: ``bfloat16`` is torch's autocast. Parameters, gradients and optimizer stay float32."""
+
+
+class _VisionOptions(NetworkOptions):
     optimizer_moments: ClassVar[int] = 1
 
     batch_size: int = Field(ge=1, le=65536)
@@ -102,7 +112,7 @@ class Resnet50Options(_ResnetOptions):
     bottleneck = True
 
 
-class _TransformerOptions(WorkloadOptions):
+class _TransformerOptions(NetworkOptions):
     optimizer_moments: ClassVar[int] = 2
 
     batch_size: int = Field(ge=1, le=65536)
@@ -118,7 +128,15 @@ class _TransformerOptions(WorkloadOptions):
         return self
 
 
-class BertOptions(_TransformerOptions):
+class _AttentionOptions(_TransformerOptions):
+    later_options = (*NetworkOptions.later_options, "attention")
+
+    attention: Literal["eager", "sdpa"] = "eager"
+    """``sdpa`` takes torch's fused kernels, ``eager`` the matrix of scores. A proof of ``sdpa`` takes kernels that
+    repeat their bits, which are slower."""
+
+
+class BertOptions(_AttentionOptions):
     """BERT for span question answering (Devlin et al. 2018): the encoder and one linear layer for start and end."""
 
     sequence_length: int = Field(ge=16, le=8192)
@@ -137,7 +155,7 @@ class BertOptions(_TransformerOptions):
         return embeddings + self.layers * _encoder_layer(h, self.feedforward) + 2 * (h + 1)
 
 
-class OptOptions(_TransformerOptions):
+class OptOptions(_AttentionOptions):
     """OPT (Zhang et al. 2022): causal, learned positions, pre-norm, output tied to the embedding."""
 
     sequence_length: int = Field(ge=2, le=65536)

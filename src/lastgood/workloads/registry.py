@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lastgood._lazy import torch
 from lastgood.errors import ConfigError
-from lastgood.workloads.base import Setting, Workload, WorkloadOptions
+from lastgood.workloads.base import Batch, Setting, Workload, WorkloadOptions
 from lastgood.workloads.options import (
     BertOptions,
     BlobOptions,
     BloomOptions,
+    NetworkOptions,
     OptOptions,
     Resnet18Options,
     Resnet50Options,
@@ -102,7 +105,17 @@ def build_workload(
         raise ConfigError(f"workload {name} takes {entry.options.__name__}, not {type(options).__name__}")
     build = getattr(importlib.import_module(entry.module), f"build_{name}")
     workload: Workload = build(options, Setting(data_dir, data_path, seed, device))
+    if isinstance(options, NetworkOptions) and options.precision == "bfloat16":
+        workload.loss, workload.precision = _in_bfloat16(workload.loss, device), options.precision
     return workload
+
+
+def _in_bfloat16(loss: Callable[[Batch], torch.Tensor], device: str) -> Callable[[Batch], torch.Tensor]:
+    def cast(batch: Batch) -> torch.Tensor:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return loss(batch)
+
+    return cast
 
 
 def _entry(name: str) -> _Entry:

@@ -33,8 +33,7 @@ def build_bert(options: BertOptions, setting: Setting) -> Workload:
         num_attention_heads=options.heads,
         intermediate_size=options.feedforward,
         max_position_embeddings=options.positions,
-        # Eager attention gives the same bits on every run, on CUDA too, where flash attention's backward does not.
-        attn_implementation="eager",
+        attn_implementation=options.attention,
     )
     with seeded_build(setting):
         model = BertForQuestionAnswering(config).train()
