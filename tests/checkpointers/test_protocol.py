@@ -17,6 +17,7 @@ from lastgood.checkpointers.copies.host import CopyFence
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
+from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
 from lastgood.storage import SlotWrite
 from tests.checkpointers.support.peer_processes import peers_end_with_the_test
@@ -391,6 +392,25 @@ def test_none_saves_nothing(tmp_path):
     with pytest.raises(NoCheckpoint, match="none"):
         checkpointer.restore(training.state)
     checkpointer.close()
+
+
+def test_a_system_that_keeps_every_step_says_so_in_its_traits_alone(tmp_path):
+    sync = checkpointer_class("sync")
+
+    class Each(sync):
+        name = "each"
+        traits = Traits(only_interval=1)
+
+    for interval in (0, 2):
+        with pytest.raises(ConfigError, match=f"each: interval_steps={interval} is of no use"):
+            Each(tmp_path, interval_steps=interval)
+    for given in ({}, {"interval_steps": 1}):
+        training = SmallTraining()
+        checkpointer = Each(tmp_path / str(len(given)), **given)
+        began = checkpointer.attach(model=training.model, optimizer=training.optimizer)
+        assert [checkpointer.step() for _ in range(3)] == [began + 1, began + 2, began + 3]
+        assert [event.step for event in checkpointer.events] == [1, 2, 3]
+        checkpointer.close()
 
 
 def test_registry_names_what_is_known():

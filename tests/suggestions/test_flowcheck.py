@@ -29,12 +29,6 @@ def test_what_flowcheck_needs_of_its_node(tmp_path):
     assert read_token(eval(f"FlowCheckOptions({given})", {**globals(), "path": str(tmp_path / "token")}))
 
 
-@follows("the node follows every step, so each one is a checkpoint; leave it out")
-def test_an_interval_of_a_system_that_keeps_every_step(tmp_path):
-    advice(refusal(lambda: FlowCheck(tmp_path, interval_steps=5)), "leave it out")
-    assert FlowCheck(tmp_path).interval_steps is None
-
-
 @follows("is wrapped in DistributedDataParallel already, which has broadcast its weights")
 def test_a_model_is_wrapped_after_it_is_attached(tmp_path, monkeypatch):
     class Wrapped(torch.nn.Module):

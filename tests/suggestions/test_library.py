@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from lastgood.tokens import check_token
 from lastgood.tokens import read_token as read_token_file
 from tests.suggestions.following import advice, follows, hear, refusal
 
-Checkmate, GPM = checkpointer_class("checkmate"), checkpointer_class("gpm")
+Checkmate, FlowCheck, GPM = (checkpointer_class(name) for name in ("checkmate", "flowcheck", "gpm"))
 
 
 def training():
@@ -124,10 +125,14 @@ def test_saves_inside_a_step(tmp_path, caplog):
     checkpointer.close()
 
 
-@follows("so each step is a checkpoint; leave it out")
-def test_an_interval_of_checkmate(tmp_path):
-    refusal(lambda: Checkmate(tmp_path, interval_steps=5))
-    Checkmate(tmp_path).close()
+@follows("it follows every step, so each one is a checkpoint; leave it out")
+@pytest.mark.parametrize("system", [Checkmate, FlowCheck])
+def test_an_interval_of_a_system_that_keeps_every_step(tmp_path, system):
+    for interval in (-1, 0, 5):
+        advice(refusal(partial(system, tmp_path, interval_steps=interval)), "leave it out")
+    checkpointer = system(tmp_path)
+    assert checkpointer.interval_steps is None
+    checkpointer.close()
 
 
 @follows('give shadows=["host:port", ...]', "give token_file=, the one that `lastgood shadow serve --token-file` has")

@@ -94,7 +94,7 @@ class Checkpointer(Endable):
         **given: Any,
     ) -> None:
         self.options = made_options(self, directory, options, given)
-        check_when_to_save(self.name, interval_steps, max_unsaved_s)
+        check_when_to_save(self.name, self.traits.only_interval, interval_steps, max_unsaved_s)
         self.location = Location.parse(directory)
         self.directory = self.location.path
         self.interval_steps = interval_steps
@@ -291,11 +291,12 @@ class Checkpointer(Endable):
 
     def _chooses_interval(self) -> bool:
         """Whether this system decides by itself when to save, so that `attach` needs no interval_steps."""
-        return False
+        return self.traits.only_interval == 1
 
     def _due(self, step: int) -> bool:
         """Whether to save now; called by `step` once for every finished step."""
-        return self.interval_steps is not None and self.interval_steps > 0 and step % self.interval_steps == 0
+        interval = 1 if self.traits.only_interval == 1 else self.interval_steps
+        return interval is not None and interval > 0 and step % interval == 0
 
     def _resume(self, state: Mapping[str, Any], step: int | None) -> None:
         """Restore what a new incarnation begins with. Raises NoCheckpoint if it begins from nothing."""

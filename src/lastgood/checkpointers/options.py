@@ -107,8 +107,15 @@ def _validated(system: _System, given: dict[str, Any]) -> BaseOptions:
         raise ConfigError(f"{system.name}: {what} (options: {', '.join(known)})") from error
 
 
-def check_when_to_save(system: str, interval_steps: int | None, max_unsaved_s: float | None) -> None:
-    """Raise ConfigError for an interval or a limit that cannot be."""
+def check_when_to_save(
+    system: str, only_interval: int | None, interval_steps: int | None, max_unsaved_s: float | None
+) -> None:
+    """Raise ConfigError for an interval or a limit that cannot be; `only_interval` is that of the system's traits."""
+    if only_interval == 1 and interval_steps not in (None, 1):
+        raise ConfigError(
+            f"{system}: interval_steps={interval_steps} is of no use: it follows every step, so each one is a "
+            "checkpoint; leave it out"
+        )
     if interval_steps is not None and interval_steps < 0:
         raise ConfigError(
             f"{system}: interval_steps must not be negative: {interval_steps}; with interval_steps=0 only "

@@ -85,8 +85,8 @@ class Traits:
     takes_gradients: bool = False
     """Whether it is given gradients instead of state: nothing copies the state, and a checkpoint writes none of it."""
     only_interval: int | None = None
-    """The one interval, in iterations, at which it is measured: 1 if it saves each step, 0 if it never saves. None: at
-    the configured ones."""
+    """The one interval, in iterations, at which it is measured: 1 if it saves each step, and refuses to be told
+    another interval; 0 if it never saves. None: at the configured ones."""
     maps_storage: bool = False
     """Whether its files are mapped, so that on a CPU they count as the process's own memory."""
     cost: CostModel | None = None

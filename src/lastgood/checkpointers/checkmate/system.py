@@ -28,7 +28,7 @@ from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.recovery.checkmate_job import Promises
 from lastgood.checkpointers.shadows.restore import Restored, check_held, find_newest, restore_together
 from lastgood.checkpointers.traits import Traits
-from lastgood.errors import CheckpointError, ConfigError, WaitTimeout
+from lastgood.errors import CheckpointError, WaitTimeout
 from lastgood.gradients.layout.entries import Side
 from lastgood.gradients.link.gradient_stream import GradientStream
 from lastgood.gradients.protocol.messages import Absent, Complete, Step
@@ -74,20 +74,8 @@ class Checkmate(Checkpointer):
     Options: ClassVar[type[BaseOptions]] = CheckmateOptions
     options: CheckmateOptions
 
-    def __init__(
-        self,
-        directory: Path | str | Location,
-        options: CheckmateOptions | None = None,
-        *,
-        interval_steps: int | None = None,
-        **given: Any,
-    ) -> None:
-        if interval_steps not in (None, 1):
-            raise ConfigError(
-                f"checkmate: interval_steps={interval_steps} is of no use: shadows need the gradients of every step, "
-                "so each step is a checkpoint; leave it out"
-            )
-        super().__init__(directory, options, interval_steps=interval_steps, **given)
+    def __init__(self, directory: Path | str | Location, options: CheckmateOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._tap = RingTap() if self.options.tap == "ring" else BucketTap()
         self._hooked = False
         self._incarnation: Incarnation | None = None
@@ -133,13 +121,6 @@ class Checkmate(Checkpointer):
         return self._incarnation
 
     # -- begin and end -------------------------------------------------------------------------------------------------
-
-    def _chooses_interval(self) -> bool:
-        return True
-
-    def _due(self, step: int) -> bool:
-        del step
-        return True
 
     def _start(self) -> None:
         TrackedParameters(self.state)  # what cannot be followed or stored is said first

@@ -55,20 +55,8 @@ class FlowCheck(Checkpointer):
     Options: ClassVar[type[BaseOptions]] = FlowCheckOptions
     options: FlowCheckOptions
 
-    def __init__(
-        self,
-        directory: Path | str | Location,
-        options: FlowCheckOptions | None = None,
-        *,
-        interval_steps: int | None = None,
-        **given: Any,
-    ) -> None:
-        if interval_steps not in (None, 1):
-            raise ConfigError(
-                f"flowcheck: interval_steps={interval_steps} is of no use: the node follows every step, so each one is "
-                "a checkpoint; leave it out"
-            )
-        super().__init__(directory, options, interval_steps=interval_steps, **given)
+    def __init__(self, directory: Path | str | Location, options: FlowCheckOptions | None = None, **given: Any) -> None:
+        super().__init__(directory, options, **given)
         self._restored: Restored | None = None
         self._after: int = 0
         """Only what an incarnation after this one holds is of this training."""
@@ -82,13 +70,6 @@ class FlowCheck(Checkpointer):
         return "it needs a mirror node that sees the training's packets (docs/flowcheck.md)"
 
     # -- begin and end -------------------------------------------------------------------------------------------------
-
-    def _chooses_interval(self) -> bool:
-        return True
-
-    def _due(self, step: int) -> bool:
-        del step
-        return True
 
     def _start(self) -> None:
         self._refuse_wrapped(self.state)
