@@ -192,7 +192,7 @@ def _lane(steps: Sequence[tuple[Tensors, ...]], even: bool) -> int:
 def _run_here(probe: Probe, lanes: int, powers: DevicePowers, wanted: States) -> States:
     """Native code's steps, each from what the device had before it: a difference then shows where it was made."""
     group = replace(probe.group, parameters=(0, 1), lanes=lanes, scaled_lanes=lanes)
-    spec = OptimizerSpec(probe.kind, probe.implementation, "cuda", (group,), 1, "")  # type: ignore[arg-type]
+    spec = OptimizerSpec(probe.kind, probe.implementation, "cuda", (group,), 1, "")  # type: ignore[arg-type] # known implementations only
     weights = probe.start()
     optimizer = DenseOptimizer(spec, weights, (0, 0), places=(0, 1))
     real = torch.float64 if probe.dtype == "float64" else torch.float32

@@ -77,7 +77,7 @@ class CountedLoader(Checked):
 
     def __len__(self) -> int:
         """Batches of a whole epoch, if the loader knows."""
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)  # type: ignore[arg-type] # the TypeError of a loader without a length is its own
 
     def __iter__(self) -> Iterator[Any]:
         """Go on with the epoch of a checkpoint, or begin one."""

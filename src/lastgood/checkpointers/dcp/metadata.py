@@ -207,6 +207,6 @@ def _storage_meta(value: Any) -> Any:
 
 def _state(record: Any, name: str) -> dict[str, Any]:
     require(type(record) is Record and record.name == name, f"its metadata lacks a {name}")
-    state: Any = {} if record.state is None else record.state
+    state: dict[str, Any] = {} if record.state is None else record.state
     require(type(state) is dict, f"its metadata lacks a {name}")
-    return state  # type: ignore[no-any-return]
+    return state

@@ -117,7 +117,7 @@ class TorchDCP(DirectorySystem):
                 async_checkpointer_type=kind,
                 **among,
             )
-        return future  # type: ignore[no-any-return]
+        return future  # type: ignore[no-any-return] # torch's own type for it depends on the stager
 
     def _seal(self, draft: Draft) -> None:
         """The writer has done it, perhaps in another process."""

@@ -63,7 +63,7 @@ def main(order_text: str) -> int:
     parts = make(order.shape)
     optimizer = parts["optimizer"]
     state = {"model": parts["model"], "optimizer": optimizer}
-    with Path(order.steps_file).open("a") if rank == 0 else open(os.devnull, "w") as out:  # noqa: PTH123
+    with Path(order.steps_file if rank == 0 else os.devnull).open("a") as out:
         _say(out, "ready")
         checkpointer = _checkpointer(order) if rank == 0 else None
         done = _restored(order, state, checkpointer) if order.restore else 0

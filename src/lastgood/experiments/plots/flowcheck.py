@@ -291,8 +291,18 @@ def _source_handles(frame: pd.DataFrame, panel: str) -> list[Any]:
                     )
                 )
         if "published" in sources:
-            look_of = {"linestyle": "none", "marker": "D", "markersize": 5, "markerfacecolor": "none"}
-            handles.append(Line2D([], [], markeredgecolor=INK, label="published, other machines", **look_of))  # type: ignore[arg-type]
+            handles.append(
+                Line2D(
+                    [],
+                    [],
+                    linestyle="none",
+                    marker="D",
+                    markersize=5,
+                    markerfacecolor="none",
+                    markeredgecolor=INK,
+                    label="published, other machines",
+                )
+            )
     elif "published" in sources:
         handles.append(
             Line2D([], [], color=INK, linewidth=0.9, linestyle=(0, (2, 1.2)), label="published, other machines")

@@ -319,7 +319,7 @@ class _Panel:
             "faults": "",
             "paper_source": None,
         }
-        return GoodputRow(**{**values, **changes})  # type: ignore[arg-type]
+        return GoodputRow(**{**values, **changes})  # type: ignore[arg-type] # values of several types
 
 
 def _window_of(name: str, measured: Sequence[GoodputRecord], runs: Sequence[RunRecord]) -> GoodputSpec:

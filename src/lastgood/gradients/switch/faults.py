@@ -57,7 +57,7 @@ def parse_faults(text: str) -> FaultPlan:
             raise ConfigError(f"delay_s is from 0 to {_LONGEST_DELAY_S:g} seconds, not {value}")
         if name not in ("seed", "delay_s") and not 0 <= values[name] <= 1:
             raise ConfigError(f"{name} is how often, from 0 to 1, not {value}")
-    return FaultPlan(**values)  # type: ignore[arg-type]
+    return FaultPlan(**values)  # type: ignore[arg-type] # the seed was read as a whole number
 
 
 class CopyFaults:

@@ -14,4 +14,5 @@ def checkmate_hook(
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch has it where it has distributed
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over all ranks, as DDP does without a hook, and send this rank's range of it."""
-    return tap.reduce(bucket)  # type: ignore[no-any-return]
+    averaged: torch.futures.Future[torch.Tensor] = tap.reduce(bucket)
+    return averaged

@@ -68,9 +68,9 @@ def join(what: Literal["save", "load"], place: str, timeout_s: float, ended: Cal
     wrapper = frame.f_locals.get("distW")
     if not isinstance(wrapper, _DistWrapper):
         raise ConfigError(f"this torch ({torch_version()}) runs DCP in a way that Lastgood does not know")
-    begun = vars(wrapper).get(_BEGUN)
+    begun: RollCall | None = vars(wrapper).get(_BEGUN)
     if begun is not None:
-        return begun  # type: ignore[no-any-return]
+        return begun
     collective = wrapper.use_dist and (what == "load" or frame.f_locals.get("use_collectives", True))
     roll = RollCall(wrapper, what, place, timeout_s, ended, collective=collective)
     roll.begin()
