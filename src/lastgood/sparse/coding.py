@@ -1,0 +1,208 @@
+"""A sparse gradient as bytes: a header of 32 bytes, its values, then its indices in the shortest of five codings.
+
+docs/wire-format.md has the offsets. What the header says gives the length of all that follows, so a reader knows what
+to expect before it reads, and a writer chooses a coding without a look at the indices. The two split codings are
+Elias and Fano's: the low bits of each index as they are, the high bits in unary; they need at most 1.3 bytes for each
+of 1 % of the elements, wherever those lie, where differences of 16 bits would need 2.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lastgood._lazy import torch
+from lastgood.errors import CorruptCheckpoint
+from lastgood.sparse.blocks import BLOCK_WIDTH, MAX_ELEMENTS, SparseGradient
+from lastgood.wire.records import ITEM_BYTES, DType
+
+__all__ = ["BLOCK_HEADER_BYTES", "Coding", "choose_coding", "decode", "encode", "encoded_bytes", "most_encoded_bytes"]
+
+_HEADER = struct.Struct("<4sBBBBB7xQQ")
+BLOCK_HEADER_BYTES = _HEADER.size
+_MAGIC = b"LGSB"
+_VERSION = 1
+_NOT_FINITE = 1
+_PIECE_BYTES = 1 << 17
+"""Of a bit field, unpacked at a time: a byte for each bit."""
+
+
+class Coding(enum.IntEnum):
+    """How indices are written. Of codings of one length the first is chosen."""
+
+    ALL = 0
+    """Every place is there: nothing is written."""
+    BITS = 1
+    """A bit for each place."""
+    LOW_8 = 2
+    """The low 8 bits of each index, then the high ones in unary."""
+    LOW_16 = 3
+    """The low 16 bits, then the high ones in unary."""
+    NUMBERS = 4
+    """32 bits each."""
+
+
+_LOW: dict[Coding, tuple[int, npt.DTypeLike]] = {Coding.LOW_8: (8, "<u1"), Coding.LOW_16: (16, "<u2")}
+
+
+def encoded_bytes(coding: Coding, places: int, count: int) -> int:
+    """The length of `count` indices below `places` in this coding (ALL is for `count` == `places` only)."""
+    if coding is Coding.ALL:
+        return 0
+    if coding is Coding.BITS:
+        return -(-places // 8)
+    if coding is Coding.NUMBERS:
+        return 4 * count
+    low, _ = _LOW[coding]
+    return low // 8 * count + -(-_unary_bits(places, count, low) // 8)
+
+
+def _unary_bits(places: int, count: int, low: int) -> int:
+    """Index i sets bit (index >> low) + i; this is one more than the last bit that may be set."""
+    return count + ((places - 1) >> low)
+
+
+def choose_coding(places: int, count: int) -> Coding:
+    """The shortest coding of `count` indices below `places`."""
+    if count == places:
+        return Coding.ALL
+    return min(list(Coding)[1:], key=lambda coding: (encoded_bytes(coding, places, count), coding))
+
+
+def most_encoded_bytes(elements: int) -> int:
+    """No sparse gradient of a tensor of `elements` elements is longer."""
+    padded = -(-elements // BLOCK_WIDTH) * BLOCK_WIDTH
+    return BLOCK_HEADER_BYTES + 4 * padded + -(-elements // 8)
+
+
+def encode(sparse: SparseGradient) -> npt.NDArray[np.uint8]:
+    """`sparse` as bytes, a copy. Raises CorruptCheckpoint if it is not what it promises."""
+    sparse.check("a gradient to be sent")
+    count, places = len(sparse.indices), sparse.places
+    coding = choose_coding(places, count)
+    dtype = DType[str(sparse.values.dtype).removeprefix("torch.")]
+    values_bytes = ITEM_BYTES[dtype] * sparse.width * count
+    content = np.empty(BLOCK_HEADER_BYTES + values_bytes + encoded_bytes(coding, places, count), np.uint8)
+    header = _HEADER.pack(
+        _MAGIC,
+        _VERSION,
+        coding,
+        dtype,
+        sparse.width,
+        0 if sparse.finite else _NOT_FINITE,
+        sparse.elements,
+        count,
+    )
+    content[:BLOCK_HEADER_BYTES] = np.frombuffer(header, np.uint8)
+    end = BLOCK_HEADER_BYTES + values_bytes
+    if count:
+        content[BLOCK_HEADER_BYTES:end] = sparse.values.contiguous().view(torch.uint8).numpy()
+    _write_indices(coding, sparse.indices, content[end:])
+    return content
+
+
+def _write_indices(coding: Coding, indices: npt.NDArray[np.uint32], target: npt.NDArray[np.uint8]) -> None:
+    if coding is Coding.BITS:
+        _set_bits(indices, target)
+    elif coding is Coding.NUMBERS:
+        target[:] = indices.astype("<u4", copy=False).view(np.uint8)
+    elif coding in _LOW:
+        low, kind = _LOW[coding]
+        split = low // 8 * len(indices)
+        target[:split] = indices.astype(kind).view(np.uint8)
+        _set_bits((indices >> np.uint32(low)) + np.arange(len(indices), dtype=np.int64), target[split:])
+
+
+def _set_bits(numbers: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
+    """Set the bits with these ascending numbers, and no others; bit 0 is the lowest one of byte 0."""
+    begins = range(0, len(target), _PIECE_BYTES)
+    cuts = [*np.searchsorted(numbers, [begin * 8 for begin in begins]), len(numbers)]
+    for begin, first, last in zip(begins, cuts[:-1], cuts[1:], strict=True):
+        piece = target[begin : begin + _PIECE_BYTES]
+        bits = np.zeros(len(piece) * 8, np.uint8)
+        bits[numbers[first:last].astype(np.int64) - begin * 8] = 1
+        piece[:] = np.packbits(bits, bitorder="little")
+
+
+def decode(content: memoryview | bytearray | npt.NDArray[np.uint8], elements: int, source: str) -> SparseGradient:
+    """What `encode` made of a gradient of `elements` elements. Its values are a view of `content`, if that is aligned.
+
+    Raises CorruptCheckpoint, which names `source`, for everything else.
+    """
+    data = np.frombuffer(content, np.uint8)
+    if len(data) < BLOCK_HEADER_BYTES:
+        raise CorruptCheckpoint(f"{source}: a sparse block of {len(data)} bytes; its header alone has 32")
+    magic, version, code, kind, width, flags, said, count = _HEADER.unpack(data[:BLOCK_HEADER_BYTES].tobytes())
+    if magic != _MAGIC or data[9:16].any():
+        raise CorruptCheckpoint(f"{source}: no sparse block (it begins with {bytes(data[:16])!r})")
+    if version != _VERSION:
+        raise CorruptCheckpoint(f"{source}: a sparse block of version {version}; this side speaks version {_VERSION}")
+    dtypes = _torch_types()
+    if code not in list(Coding) or kind not in dtypes or width not in (1, BLOCK_WIDTH) or flags & ~_NOT_FINITE:
+        raise CorruptCheckpoint(
+            f"{source}: a sparse block of unknown coding {code}, dtype {kind}, width {width} or flags {flags}"
+        )
+    if said != elements or not 0 < elements <= MAX_ELEMENTS:
+        raise CorruptCheckpoint(f"{source}: a sparse block of {said} elements, of a tensor of {elements}")
+    coding, places = Coding(code), -(-elements // width)
+    if count > places or (coding is Coding.ALL and count < places):
+        raise CorruptCheckpoint(f"{source}: a sparse block with {count} indices of {places}, coding {coding.name}")
+    end = BLOCK_HEADER_BYTES + ITEM_BYTES[DType(kind)] * width * count
+    whole = end + encoded_bytes(coding, places, count)
+    if len(data) != whole:
+        raise CorruptCheckpoint(f"{source}: a sparse block of {len(data)} bytes, whose header declares {whole}")
+    values = _read_values(data[BLOCK_HEADER_BYTES:end], dtypes[kind])
+    indices = _read_indices(coding, data[end:], places, count, source)
+    sparse = SparseGradient(elements, width, indices, values, finite=not flags & _NOT_FINITE)
+    sparse.check(source)
+    return sparse
+
+
+def _torch_types() -> dict[int, torch.dtype]:
+    return {DType.float32: torch.float32, DType.float16: torch.float16, DType.bfloat16: torch.bfloat16}
+
+
+def _read_values(data: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(0, dtype=dtype)
+    if data.ctypes.data % 4 or not data.flags.writeable:
+        data = data.copy()
+    return torch.from_numpy(data).view(dtype)
+
+
+def _read_indices(
+    coding: Coding, data: npt.NDArray[np.uint8], places: int, count: int, source: str
+) -> npt.NDArray[np.uint32]:
+    if coding is Coding.ALL:
+        return np.arange(places, dtype=np.uint32)
+    if coding is Coding.NUMBERS:
+        return np.frombuffer(data.tobytes(), "<u4").astype(np.uint32, copy=False)
+    if coding is Coding.BITS:
+        return _find_bits(data, places, count, source).astype(np.uint32)
+    low, kind = _LOW[coding]
+    split = low // 8 * count
+    high = _find_bits(data[split:], _unary_bits(places, count, low), count, source)
+    high -= np.arange(count)
+    high <<= low
+    high |= np.frombuffer(data[:split].tobytes(), kind)
+    return high.astype(np.uint32)
+
+
+def _find_bits(data: npt.NDArray[np.uint8], length: int, count: int, source: str) -> npt.NDArray[np.int64]:
+    """The numbers of the bits that are set. Raises CorruptCheckpoint if they are not `count`, all below `length`."""
+    found: list[npt.NDArray[np.int64]] = []
+    total = 0
+    for begin in range(0, len(data), _PIECE_BYTES):
+        bits = np.unpackbits(data[begin : begin + _PIECE_BYTES], bitorder="little")
+        found.append(np.flatnonzero(bits) + begin * 8)
+        total += len(found[-1])
+        if total > count:
+            break
+    numbers = np.concatenate(found) if found else np.empty(0, np.int64)
+    if len(numbers) != count or (count and numbers[-1] >= length):
+        raise CorruptCheckpoint(f"{source}: a sparse block with {len(numbers)} or more bits set for {count} indices")
+    return numbers
