@@ -1,0 +1,327 @@
+"""Steps of a torch optimizer on the CPU over those elements only that some rank sent (StellaTrain, section 3.3)."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from lastgood._lazy import torch
+from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError
+from lastgood.sparse.blocks import SparseGradient
+from lastgood.sparse.steps import (
+    ADAM_MOMENTS,
+    ROW,
+    SGD_MOMENTS,
+    Hyperparameters,
+    adam_row,
+    check_optimizer,
+    read_group,
+    sgd_row,
+)
+from lastgood.sparse.update import Rows, catch_up, update
+
+__all__ = ["HISTORY_STEPS", "Mode", "SparseOptimizer"]
+
+Mode = Literal["plain", "lazy"]
+
+HISTORY_STEPS: Final = 1024
+"""Steps that a lazy parameter remembers; then all its elements are brought up to date, and it starts anew."""
+
+_ITERATIONS_KEPT: Final = 64  # more than can be in flight
+
+
+@dataclass
+class _Track:
+    """What one parameter went through. `touched` and `rows` are for lazy steps only."""
+
+    group: int
+    iteration: int = -1  # the newest one seen, made or skipped
+    steps: int = 0  # made, since this optimizer began
+    base: int = 0  # up to this step all elements are up to date
+    rows: Rows = field(default_factory=lambda: np.empty((0, ROW)))  # [0, steps - base): those after
+    width: int = 0
+    touched: torch.Tensor | None = None  # int32, a place each: its last step; None if `base` everywhere
+    target: torch.Tensor | None = None
+
+    def remember(self, row: tuple[float, ...]) -> Rows:
+        """All rows after `base`, with this one."""
+        count = self.steps - self.base
+        if count == len(self.rows):
+            grown = np.empty((min(HISTORY_STEPS, max(16, 2 * count)), ROW))
+            grown[:count] = self.rows
+            self.rows = grown
+        self.rows[count] = row
+        return self.rows[: count + 1]
+
+
+class SparseOptimizer:
+    """Makes the steps of `optimizer` (SGD, Adam or AdamW) from what ranks sent, without ever having a dense gradient.
+
+    `plain`, as the paper: elements that nobody sent do not move. `lazy`: what the dense optimizer would have done to
+    them meanwhile is made up when they are next sent, or by `catch_up`; elements are then, to the bit, what torch's
+    default (not fused) float32 kernels make of the same dense gradients.
+
+    A step is an iteration in which `apply` was called for a parameter with gradients that are finite on all ranks. Any
+    other iteration is one in which torch finds no gradient: nothing moves and nothing counts.
+
+    Moments and Adam's `step` stand in `optimizer.state`, in host memory, under torch's names. Hyperparameters are
+    those that `param_groups` had at the first `begin` or `apply` of an iteration. Different parameters may be applied
+    from several threads at the same time.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, mode: Mode = "plain", threads: int = 1) -> None:
+        if mode not in ("plain", "lazy"):
+            raise ConfigError(f"the sparse optimizer has no mode {mode!r}; there are: plain, lazy")
+        if threads < 1:
+            raise ConfigError(f"the sparse optimizer needs at least 1 thread, not {threads}")
+        self.optimizer = optimizer
+        self.mode = mode
+        self.threads = threads
+        self._adam = check_optimizer(optimizer)
+        self._lock = threading.Lock()
+        self._iterations: dict[int, list[Hyperparameters]] = {}
+        self._tracks = {
+            parameter: _Track(number)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def begin(self, iteration: int) -> None:
+        """Read the hyperparameters of `iteration`, unless that was done.
+
+        Ranks whose steps run beside training call this at one place of the loop, so that a schedule changes for all
+        of them at the same iteration.
+        """
+        self._hyperparameters(iteration)
+
+    def set_target(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
+        """Step `target`, a contiguous float32 tensor in host memory, in place of `parameter`."""
+        track = self._track(parameter)
+        if target.numel() != parameter.numel():
+            raise ConfigError(f"a host copy of {target.numel()} elements of a parameter of {parameter.numel()}")
+        track.target = _checked_host(target, "a host copy")
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gathered: Sequence[SparseGradient],
+        *,
+        iteration: int,
+        scale: float = 1.0,
+        target: torch.Tensor | None = None,
+    ) -> bool:
+        """Step `parameter` by `scale` times the sum of `gathered`, what each rank sent, in rank order.
+
+        A parameter on a device, or one that is not contiguous, needs a host copy as `target` (here or by `set_target`).
+        False, and nothing has changed, if some rank's gradient was not finite. CorruptCheckpoint, and nothing has
+        changed, if a block is not valid; MismatchError if blocks are not of this parameter or not alike.
+        """
+        track = self._track(parameter)
+        if target is not None and target is not track.target:
+            self.set_target(parameter, target)
+        flat = self._flat(parameter, track)
+        self._check(gathered, flat.numel(), iteration, scale, track)
+        given = self._hyperparameters(iteration)[track.group]
+        track.iteration = iteration
+        if not all(one.finite for one in gathered):
+            return False
+        moments, row = self._moments(parameter, flat, given)
+        if self.mode == "plain":
+            track.steps = track.base = track.steps + 1
+            update(self._adam, flat, moments, gathered, scale, np.array([row]))
+            return True
+        self._set_width(track, flat, moments, gathered[0].width)
+        rows = track.remember(row)
+        track.steps += 1
+        update(self._adam, flat, moments, gathered, scale, rows, track.base, track.touched)
+        if len(rows) == HISTORY_STEPS:
+            self._catch_up(track, flat, moments)
+        return True
+
+    def catch_up(self, iteration: int | None = None) -> None:
+        """Bring all elements up to date, before a checkpoint or an evaluation; plain steps leave nothing to do.
+
+        `iteration`: the last one that was applied. ValueError, and nothing has changed, if a parameter is beyond it.
+        """
+        if self.mode == "plain":
+            return
+        for number, track in enumerate(self._tracks.values()):
+            if iteration is not None and track.iteration > iteration:
+                raise ValueError(f"parameter {number} is at iteration {track.iteration}, beyond {iteration}")
+        for parameter, track in self._tracks.items():
+            if track.steps > track.base:
+                flat = self._flat(parameter, track)
+                self._catch_up(track, flat, self._present(parameter, flat))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` does not hold; tensors are this optimizer's own, not copies."""
+        parameters = []
+        for track in self._tracks.values():
+            count = track.steps - track.base
+            parameters.append(
+                {
+                    "iteration": track.iteration,
+                    "steps": track.steps,
+                    "base": track.base,
+                    "width": track.width,
+                    "touched": track.touched if count else None,
+                    "rows": torch.from_numpy(track.rows[:count].copy()) if count else None,
+                }
+            )
+        return {"format": 1, "mode": self.mode, "adam": self._adam, "parameters": parameters}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the optimizer whose state this is; `optimizer` gets its own state by its own call.
+
+        MismatchError if it is another format, mode, kind of optimizer, or model.
+        """
+        for name, own in (("format", 1), ("mode", self.mode), ("adam", self._adam)):
+            if state.get(name) != own:
+                raise MismatchError(f"state of a sparse optimizer: {name} is {state.get(name)!r}, here it is {own!r}")
+        parameters = state["parameters"]
+        if len(parameters) != len(self._tracks):
+            raise MismatchError(
+                f"state of a sparse optimizer: of {len(parameters)} parameters, here are {len(self._tracks)}"
+            )
+        loaded = [
+            _loaded(held, parameter, track, f"state of a sparse optimizer, parameter {number}")
+            for number, (held, (parameter, track)) in enumerate(zip(parameters, self._tracks.items(), strict=True))
+        ]
+        self._tracks = dict(zip(self._tracks, loaded, strict=True))
+        self._iterations.clear()
+
+    def _track(self, parameter: torch.Tensor) -> _Track:
+        track = self._tracks.get(parameter)
+        if track is not None:
+            return track
+        for number, group in enumerate(self.optimizer.param_groups):
+            if any(parameter is one for one in group["params"]):  # a group that was added later
+                return self._tracks.setdefault(parameter, _Track(number))
+        raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is in no group of the optimizer")
+
+    def _flat(self, parameter: torch.Tensor, track: _Track) -> torch.Tensor:
+        if track.target is not None:
+            return track.target
+        return _checked_host(parameter.detach(), "a parameter")
+
+    def _hyperparameters(self, iteration: int) -> list[Hyperparameters]:
+        with self._lock:
+            found = self._iterations.get(iteration)
+            if found is None:
+                found = [
+                    read_group(group, f"iteration {iteration}, group {number}")
+                    for number, group in enumerate(self.optimizer.param_groups)
+                ]
+                self._iterations[iteration] = found
+                while len(self._iterations) > _ITERATIONS_KEPT:
+                    del self._iterations[next(iter(self._iterations))]
+            return found
+
+    def _check(
+        self, gathered: Sequence[SparseGradient], elements: int, iteration: int, scale: float, track: _Track
+    ) -> None:
+        if iteration <= track.iteration:
+            raise ValueError(f"iteration {iteration} of a parameter that is at iteration {track.iteration}")
+        if not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"a scale of {scale}")
+        if not gathered:
+            raise ValueError("blocks of no rank")
+        for rank, one in enumerate(gathered):
+            if one.elements != elements or one.width != gathered[0].width:
+                raise MismatchError(
+                    f"rank {rank} sent blocks of {one.width} of a gradient of {one.elements} elements; "
+                    f"this parameter has {elements}, and rank 0 sent blocks of {gathered[0].width}"
+                )
+            one.check(f"rank {rank}, iteration {iteration}")
+
+    def _moments(
+        self, parameter: torch.Tensor, flat: torch.Tensor, given: Hyperparameters
+    ) -> tuple[list[torch.Tensor], tuple[float, ...]]:
+        """The moments, made if there are none, and the row of the next step, which `step` then counts."""
+        state = self.optimizer.state[parameter]
+        if not self._adam:
+            first = given.momentum != 0 and state.get("momentum_buffer") is None
+            if first:
+                state["momentum_buffer"] = _zeros(parameter, flat)
+            return self._present(parameter, flat), sgd_row(given, first)
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            for name in ADAM_MOMENTS:
+                state[name] = _zeros(parameter, flat)
+        elif state["step"].device.type != "cpu":
+            state["step"] = state["step"].cpu()
+        state["step"] += 1
+        return self._present(parameter, flat), adam_row(given, int(state["step"]))
+
+    def _present(self, parameter: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Flat moments. A loaded state may lie on the parameter's device, or in its order: it is brought here."""
+        state = self.optimizer.state[parameter]
+        moments = []
+        for name in ADAM_MOMENTS if self._adam else SGD_MOMENTS:
+            held = state.get(name)
+            if held is None:
+                continue
+            if held.device.type != "cpu" or held.dtype != torch.float32 or not held.is_contiguous():
+                held = state[name] = held.to("cpu", torch.float32).contiguous()
+            if held.numel() != flat.numel():
+                raise MismatchError(f"{name} has {held.numel()} elements, and its parameter {flat.numel()}")
+            moments.append(held.view(-1))
+        return moments
+
+    def _set_width(self, track: _Track, flat: torch.Tensor, moments: list[torch.Tensor], width: int) -> None:
+        if width != track.width and track.steps > track.base:
+            self._catch_up(track, flat, moments)
+        places = -(-flat.numel() // width)
+        if track.touched is None or track.touched.numel() != places:
+            track.touched = torch.full((places,), track.base, dtype=torch.int32, device="cpu")
+        track.width = width
+
+    def _catch_up(self, track: _Track, flat: torch.Tensor, moments: list[torch.Tensor]) -> None:
+        rows = track.rows[: track.steps - track.base]
+        assert track.touched is not None
+        catch_up(self._adam, flat, moments, rows, track.base, track.touched, track.width)
+        track.base = track.steps
+
+
+def _checked_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Its elements, flat."""
+    where = f"{what} of shape {tuple(tensor.shape)}"
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"{where} is on {tensor.device}: give the sparse optimizer a host copy as target")
+    if not tensor.is_contiguous():
+        raise ConfigError(f"{where} is not contiguous: give the sparse optimizer a contiguous host copy as target")
+    if tensor.dtype != torch.float32:
+        raise ConfigError(f"{where} is of {tensor.dtype}: the sparse optimizer steps float32")
+    return tensor.detach().view(-1)
+
+
+def _zeros(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(flat).view(parameter.shape)
+
+
+def _loaded(held: Mapping[str, Any], parameter: torch.Tensor, track: _Track, source: str) -> _Track:
+    steps, base, width = (int(held[name]) for name in ("steps", "base", "width"))
+    loaded = _Track(track.group, int(held["iteration"]), steps, base, width=width, target=track.target)
+    count = steps - base
+    if not 0 <= count < HISTORY_STEPS or base < 0:
+        raise CorruptCheckpoint(f"{source}: {steps} steps, {base} of them made everywhere")
+    if not count or held["touched"] is None:
+        if held["touched"] is not None or held["rows"] is not None or count:
+            raise CorruptCheckpoint(f"{source}: {count} steps are not made everywhere, without all that says where")
+        return loaded
+    touched, rows = held["touched"], held["rows"]
+    places = -(-parameter.numel() // width) if width > 0 else 0
+    if touched.dtype != torch.int32 or touched.shape != (places,):
+        raise MismatchError(f"{source}: {tuple(touched.shape)} counters of {touched.dtype}, here are {places} places")
+    if rows is None or rows.dtype != torch.float64 or rows.shape != (count, ROW):
+        raise CorruptCheckpoint(f"{source}: no numbers of {count} steps")
+    if places and not base <= int(touched.min()) <= int(touched.max()) <= steps:
+        raise CorruptCheckpoint(f"{source}: counters beyond steps {base} to {steps}")
+    loaded.touched = touched.to("cpu", copy=True)
+    loaded.rows = rows.to("cpu").numpy().copy()
+    return loaded
