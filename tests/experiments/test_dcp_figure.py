@@ -22,6 +22,7 @@ from lastgood.experiments.plots.dcp import draw_dcp, read_dcp
 from lastgood.experiments.records.dcp import DcpRecord, DcpSpec, ServerWork
 from lastgood.experiments.records.kinds import DCP, kind_of_spec, parse_spec
 from lastgood.experiments.tables.dcp import DCP_COLUMNS, collect_dcp
+from lastgood.experiments.tables.panels import PanelRecords
 from lastgood.units import MIB
 from tests.experiments.support.dcp_records import record_of, spec_of
 from tests.experiments.support.records import make_ceilings
@@ -34,8 +35,8 @@ def configure(*entries: str) -> Any:
 
 
 def collected(*records: DcpRecord, **changes: Any) -> Any:
-    arguments: dict[str, Any] = {"runs_expected": len(records), **changes}
-    return collect_dcp("dcp", "dcp", records, make_ceilings(), **arguments)
+    of = PanelRecords("dcp", "dcp", records, **{"expected": len(records), **changes})
+    return collect_dcp(of, make_ceilings())
 
 
 def test_the_plan_has_every_storage_on_every_number_of_ranks() -> None:

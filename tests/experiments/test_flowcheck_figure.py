@@ -23,6 +23,7 @@ from lastgood.experiments.records.flowcheck import FLOWCHECK_PARTS, FlowcheckRec
 from lastgood.experiments.records.kinds import FLOWCHECK, kind_of_spec, parse_spec
 from lastgood.experiments.tables.flowcheck import FLOWCHECK_COLUMNS, collect_flowcheck
 from lastgood.experiments.tables.flowcheck_numbers import UNRECOVERABLE, watched_name
+from lastgood.experiments.tables.panels import PanelRecords
 from lastgood.mirror.odds import RingJob, lost_step_probability
 from tests.experiments.support.flowcheck_records import record_of, spec_of
 
@@ -160,7 +161,7 @@ def test_formula_simulation_and_measurement_stand_beside_the_published_number(tm
 def test_a_gradient_that_differs_is_shouted(tmp_path: Path) -> None:
     record = record_of("recovery", differing=1)
     assert record.marks()
-    found = collect_flowcheck("flowcheck", "recovery", [record], runs_expected=1)
+    found = collect_flowcheck(PanelRecords("flowcheck", "recovery", [record], 1))
     assert any("DIFFER" in warning for warning in found.warnings)
     assert "GRADIENTS DIFFER" in flowcheck_caption(frame_of(tmp_path, "recovery", record))
 
@@ -221,7 +222,7 @@ def test_mixtures_and_what_is_missing_are_refused(tmp_path: Path) -> None:
     other = spec_of("sizing").settings.model_copy(update={"updates": 6})
     with pytest.raises(LastgoodError, match="different settings"):
         collect_flowcheck(
-            "flowcheck", "sizing", [record_of("sizing"), record_of("sizing", settings=other)], runs_expected=2
+            PanelRecords("flowcheck", "sizing", [record_of("sizing"), record_of("sizing", settings=other)], 2)
         )
     paths = [*write_all(tmp_path, record_of("sizing")), tmp_path / spec_of("sizing", 1).record_path()]
     collect = figure_kind("flowcheck").collector()

@@ -17,6 +17,7 @@ from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.optimizer import draw_optimizer, read_updates
 from lastgood.experiments.records.optimizer import OptimizerRecord, OptimizerSpec
 from lastgood.experiments.tables.optimizer import OPTIMIZER_COLUMNS, collect_updates
+from lastgood.experiments.tables.panels import PanelRecords
 from tests.experiments.support.optimizer_records import record_of, spec_of, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +81,7 @@ def test_every_point_is_a_row_with_its_median_and_range(tmp_path: Path) -> None:
 
 def test_records_of_two_settings_do_not_mix() -> None:
     with pytest.raises(LastgoodError, match="records of 2 settings"):
-        collect_updates("checkmate", "optimizer", [record_of(), record_of(optimizer="sgd")], runs_expected=2)
+        collect_updates(PanelRecords("checkmate", "optimizer", [record_of(), record_of(optimizer="sgd")], 2))
 
 
 def test_a_lacking_run_is_an_error_unless_partial(tmp_path: Path) -> None:

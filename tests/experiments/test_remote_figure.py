@@ -19,6 +19,7 @@ from lastgood.experiments.plots.captions import remote_caption
 from lastgood.experiments.plots.remote import draw_remote, plot_remote, read_remote
 from lastgood.experiments.records.kinds import REMOTE, kind_of_spec, parse_spec
 from lastgood.experiments.records.remote import WAYS, RemotePart, RemoteRecord
+from lastgood.experiments.tables.panels import PanelRecords
 from lastgood.experiments.tables.remote import REMOTE_COLUMNS, collect_remote, collect_remote_files
 from tests.experiments.support.records import make_ceilings
 from tests.experiments.support.remote_records import record_of, spec_of
@@ -32,8 +33,8 @@ def configure(*entries: str) -> Any:
 
 
 def collected(*records: RemoteRecord, **changes: Any) -> Any:
-    arguments: dict[str, Any] = {"runs_expected": len(records), **changes}
-    return collect_remote("remote", records[0].spec.part, records, make_ceilings(), **arguments)
+    of = PanelRecords("remote", records[0].spec.part, records, **{"expected": len(records), **changes})
+    return collect_remote(of, make_ceilings())
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.record import CeilingsRecord, load_ceilings
 from lastgood.experiments.dcp.storages import STORAGES
 from lastgood.experiments.records.dcp import DcpRecord
-from lastgood.experiments.tables.columns import same_named
 from lastgood.experiments.tables.csv_text import Collected, median_lines
-from lastgood.experiments.tables.runs import records_there
+from lastgood.experiments.tables.panels import PanelRecords, load_panel
 from lastgood.units import MIB
 
 __all__ = ["DCP_COLUMNS", "DcpRow", "collect_dcp", "collect_dcp_files"]
@@ -96,47 +95,29 @@ def collect_dcp_files(
     expected: int | None = None,
     reference: Path | None = None,  # noqa: ARG001 - as for other kinds
 ) -> Collected[DcpRow]:
-    """Load records and collect them. With `partial`, those that are not there are named; without, they are an error.
-
-    No published numbers stand beside these.
-    """
-    there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: "/".join(path.parts[-4:]))
-    records = [DcpRecord.load_placed(path) for path in there.paths]
-    return collect_dcp(
-        figure, panel, records, load_ceilings(ceilings), runs_expected=there.expected, runs_missing=there.missing
-    )
+    """Load records (`load_panel`) and collect them; no published numbers stand beside these."""
+    of = load_panel(DcpRecord, figure, panel, paths, expected, partial=partial)
+    return collect_dcp(of, load_ceilings(ceilings))
 
 
-def collect_dcp(
-    figure: str,
-    panel: str,
-    records: Sequence[DcpRecord],
-    ceilings: CeilingsRecord,
-    *,
-    runs_expected: int,
-    runs_missing: Sequence[str] = (),
-) -> Collected[DcpRow]:
-    """Pure. Raises LastgoodError for records of more than one state, or of another machine than the ceilings'."""
-    states = {(record.spec.model, record.spec.state, record.spec.spread, record.state_bytes) for record in records}
-    if len({state[0] for state in states}) > 1:
-        raise LastgoodError(f"{figure} {panel}: records of {len(states)} models; a panel shows one")
-    others = ", ".join(sorted({record.spec.machine for record in records} - {ceilings.machine}))
-    if others:
-        raise LastgoodError(f"{figure} {panel}: records of {others}, and ceilings of {ceilings.machine}")
+def collect_dcp(of: PanelRecords[DcpRecord], ceilings: CeilingsRecord) -> Collected[DcpRow]:
+    """Pure. Raises LastgoodError for records of more than one model, or of another machine than the ceilings'."""
+    models = {record.spec.model for record in of.records}
+    if len(models) > 1:
+        raise LastgoodError(f"{of.name}: records of {len(models)} models; a panel shows one")
+    of.refuse_other_machines(ceilings)
     # A disk that was seen faster than its ceiling says can do that.
-    on_disk = [record for record in records if record.spec.medium == "disk"]
+    on_disk = [record for record in of.records if record.spec.medium == "disk"]
     loads = [one.mib_per_s for record in on_disk for one in record.counted("load")]
     read_mib_per_s = max([ceilings.disk.read_bytes_per_s / MIB, *loads])
     rows = []
-    for record in sorted(records, key=_order):
+    for record in sorted(of.records, key=_order):
         for operation in _OPERATIONS:
             if record.counted(operation):
-                rows.append(_row(figure, panel, record, operation, read_mib_per_s, runs_expected, runs_missing))
-    revisions = {(row.git_revision, row.git_dirty) for row in rows}
-    warnings = [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else []
+                rows.append(_row(of, record, operation, read_mib_per_s))
     unequal = sorted({row.record for row in rows if row.equal is False})
-    warnings += [f"{figure} {panel}: {path}: a load did not give what was saved" for path in unequal]
-    return Collected(rows, DCP_COLUMNS, _wide(rows), warnings, f"{len(records)} of {runs_expected} runs")
+    marks = [f"{path}: a load did not give what was saved" for path in unequal]
+    return of.collected(rows, DCP_COLUMNS, _wide(rows), marks)
 
 
 def _order(record: DcpRecord) -> tuple[bool, int, int, int, int]:
@@ -146,13 +127,7 @@ def _order(record: DcpRecord) -> tuple[bool, int, int, int, int]:
 
 
 def _row(
-    figure: str,
-    panel: str,
-    record: DcpRecord,
-    operation: Literal["save", "load"],
-    read_mib_per_s: float,
-    runs_expected: int,
-    runs_missing: Sequence[str],
+    of: PanelRecords[DcpRecord], record: DcpRecord, operation: Literal["save", "load"], read_mib_per_s: float
 ) -> DcpRow:
     spec, counted = record.spec, record.counted(operation)
     rates = [one.mib_per_s for one in counted]
@@ -164,10 +139,7 @@ def _row(
     bound, bound_of = _bound(record, operation, read_mib_per_s)
     return DcpRow(
         **{
-            **same_named(spec, DCP_COLUMNS),
-            **same_named(record.where, DCP_COLUMNS),
-            "figure": figure,
-            "panel": panel,
+            **of.shared_columns(record, DCP_COLUMNS),
             "label": label if threads is None else f"{label}, {threads} thread{'' if threads == 1 else 's'}",
             "threads": threads,
             "operation": operation,
@@ -190,11 +162,6 @@ def _row(
             "durable": record.durable,
             "equal": all(loads) if loads else None,
             "invalid": "; ".join(record.invalid),
-            "torch": record.where.versions.get("torch", "unknown"),
-            "started_at": record.started_at,
-            "record": str(spec.record_path()),
-            "runs_expected": runs_expected,
-            "runs_missing": "; ".join(runs_missing),
         }
     )
 

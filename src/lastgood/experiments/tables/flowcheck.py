@@ -10,16 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.flowcheck import FlowcheckRecord
 from lastgood.experiments.systems.papers import FLOWCHECK
-from lastgood.experiments.tables.columns import same_named
 from lastgood.experiments.tables.csv_text import Collected, median_lines
 from lastgood.experiments.tables.flowcheck_numbers import NUMBERS, PUBLISHED_MEASURES, WORDS, Number
+from lastgood.experiments.tables.panels import PanelRecords, load_panel
 from lastgood.experiments.tables.published import read_reference
-from lastgood.experiments.tables.runs import records_there
 from lastgood.text import parse_number
 
 __all__ = ["FLOWCHECK_COLUMNS", "FlowcheckRow", "collect_flowcheck", "collect_flowcheck_files"]
@@ -80,60 +79,32 @@ def collect_flowcheck_files(
     expected: int | None = None,
     reference: Path | None = None,
 ) -> Collected[FlowcheckRow]:
-    """Load records and collect them. With `partial`, those that are not there are named; without, they are an error.
+    """Load records (`load_panel`) and collect them. Published numbers of the panel come from `reference`.
 
-    No ceiling of the machine bounds any of these numbers. Published numbers of the panel come from `reference`.
+    No ceiling of the machine bounds any of these numbers.
     """
-    there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: "/".join(path.parts[-4:]))
-    records = [FlowcheckRecord.load_placed(path) for path in there.paths]
     published = [] if reference is None else list(_published(reference, panel))
-    return collect_flowcheck(
-        figure, panel, records, published, runs_expected=there.expected, runs_missing=there.missing
-    )
+    return collect_flowcheck(load_panel(FlowcheckRecord, figure, panel, paths, expected, partial=partial), published)
 
 
-def collect_flowcheck(
-    figure: str,
-    panel: str,
-    records: Sequence[FlowcheckRecord],
-    published: Sequence[Number] = (),
-    *,
-    runs_expected: int,
-    runs_missing: Sequence[str] = (),
-) -> Collected[FlowcheckRow]:
+def collect_flowcheck(of: PanelRecords[FlowcheckRecord], published: Sequence[Number] = ()) -> Collected[FlowcheckRow]:
     """Pure. Raises LastgoodError for records of more than one setting, or of several machines."""
-    if len({(record.spec.cell_hash, record.spec.machine) for record in records}) > 1:
-        raise LastgoodError(f"{figure} {panel}: records of different settings or machines; a panel shows one")
+    if len({(record.spec.cell_hash, record.spec.machine) for record in of.records}) > 1:
+        raise LastgoodError(f"{of.name}: records of different settings or machines; a panel shows one")
     rows = []
-    for record in sorted(records, key=lambda record: record.spec.repetition):
-        first = record is records[0]
+    for record in sorted(of.records, key=lambda record: record.spec.repetition):
+        first = record is of.records[0]
         # What follows from the settings is the same for all repetitions, and so is what others published.
         numbers = [*NUMBERS[record.spec.part](record), *(published if first else ())]
-        common = _common(figure, panel, record, runs_expected, runs_missing)
+        common = {
+            **of.shared_columns(record, FLOWCHECK_COLUMNS),
+            "workload": record.spec.part,
+            "system": FLOWCHECK,
+            "words": WORDS[record.spec.part](record),
+        }
         rows += [FlowcheckRow(**common, **vars(number)) for number in numbers]
-    warnings = [f"{figure} {panel}: mixed revisions"] if len({row.git_revision for row in rows}) > 1 else []
-    warnings += [f"{figure} {panel}: {mark}" for record in records for mark in record.marks()]
-    return Collected(rows, FLOWCHECK_COLUMNS, _wide(rows), warnings, f"{len(records)} of {runs_expected} runs")
-
-
-def _common(
-    figure: str, panel: str, record: FlowcheckRecord, runs_expected: int, runs_missing: Sequence[str]
-) -> dict[str, Any]:
-    spec = record.spec
-    return {
-        **same_named(spec, FLOWCHECK_COLUMNS),
-        **same_named(record.where, FLOWCHECK_COLUMNS),
-        "figure": figure,
-        "panel": panel,
-        "workload": spec.part,
-        "system": FLOWCHECK,
-        "words": WORDS[spec.part](record),
-        "torch": record.where.versions.get("torch", "unknown"),
-        "started_at": record.started_at,
-        "record": str(spec.record_path()),
-        "runs_expected": runs_expected,
-        "runs_missing": "; ".join(runs_missing),
-    }
+    marks = [mark for record in of.records for mark in record.marks()]
+    return of.collected(rows, FLOWCHECK_COLUMNS, _wide(rows), marks)
 
 
 def _published(path: Path, panel: str) -> Iterator[Number]:

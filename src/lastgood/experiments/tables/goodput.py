@@ -23,8 +23,9 @@ from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.systems.papers import PCCHECK
 from lastgood.experiments.tables.columns import TidyRow, same_named
 from lastgood.experiments.tables.csv_text import Collected, median_lines
+from lastgood.experiments.tables.panels import records_there
 from lastgood.experiments.tables.published import PublishedGain, load_gains
-from lastgood.experiments.tables.runs import collect, records_there, run_name
+from lastgood.experiments.tables.runs import collect, run_name
 
 __all__ = [
     "FORMULA",

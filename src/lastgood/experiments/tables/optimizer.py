@@ -11,9 +11,8 @@ from pathlib import Path
 from lastgood.errors import LastgoodError
 from lastgood.experiments.records.optimizer import OptimizerRecord
 from lastgood.experiments.systems.papers import CHECKMATE
-from lastgood.experiments.tables.columns import same_named
 from lastgood.experiments.tables.csv_text import Collected, median_lines
-from lastgood.experiments.tables.runs import records_there
+from lastgood.experiments.tables.panels import PanelRecords, load_panel
 
 __all__ = ["OPTIMIZER_COLUMNS", "UpdateRow", "collect_updates", "collect_updates_files"]
 
@@ -75,37 +74,21 @@ def collect_updates_files(
     expected: int | None = None,
     reference: Path | None = None,  # noqa: ARG001 - as for other kinds
 ) -> Collected[UpdateRow]:
-    """Load records and collect them. With `partial`, those that are not there are named; without, they are an error.
-
-    Neither ceilings nor published numbers stand beside updates.
-    """
-    there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: "/".join(path.parts[-4:]))
-    records = [OptimizerRecord.load_placed(path) for path in there.paths]
-    return collect_updates(figure, panel, records, runs_expected=there.expected, runs_missing=there.missing)
+    """Load records (`load_panel`) and collect them; neither ceilings nor published numbers stand beside updates."""
+    return collect_updates(load_panel(OptimizerRecord, figure, panel, paths, expected, partial=partial))
 
 
-def collect_updates(
-    figure: str,
-    panel: str,
-    records: Sequence[OptimizerRecord],
-    *,
-    runs_expected: int,
-    runs_missing: Sequence[str] = (),
-) -> Collected[UpdateRow]:
+def collect_updates(of: PanelRecords[OptimizerRecord]) -> Collected[UpdateRow]:
     """Pure. Raises LastgoodError if records are of more than one cell: their points would mix."""
-    cells = {record.spec.cell_hash for record in records}
+    cells = {record.spec.cell_hash for record in of.records}
     if len(cells) > 1:
-        raise LastgoodError(f"{figure} {panel}: records of {len(cells)} settings; a panel shows one")
+        raise LastgoodError(f"{of.name}: records of {len(cells)} settings; a panel shows one")
     rows = []
-    for record in sorted(records, key=lambda record: record.spec.repetition):
-        spec = record.spec
+    for record in sorted(of.records, key=lambda record: record.spec.repetition):
         for point in sorted(record.points, key=lambda point: (point.shadows, point.threads)):
             values = {
-                **same_named(spec, OPTIMIZER_COLUMNS),
-                **same_named(record.where, OPTIMIZER_COLUMNS),
-                "figure": figure,
-                "panel": panel,
-                "workload": spec.panel,
+                **of.shared_columns(record, OPTIMIZER_COLUMNS),
+                "workload": record.spec.panel,
                 "system": CHECKMATE,
                 "parameters": record.parameters,
                 "threads": point.threads,
@@ -114,13 +97,6 @@ def collect_updates(
                 "update_s": statistics.median(point.update_s),
                 "update_min_s": min(point.update_s),
                 "update_max_s": max(point.update_s),
-                "torch": record.where.versions.get("torch", "unknown"),
-                "started_at": record.started_at,
-                "record": str(spec.record_path()),
-                "runs_expected": runs_expected,
-                "runs_missing": "; ".join(runs_missing),
             }
             rows.append(UpdateRow(**values))
-    revisions = {(row.git_revision, row.git_dirty) for row in rows}
-    warnings = [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else []
-    return Collected(rows, OPTIMIZER_COLUMNS, _wide(rows), warnings, f"{len(records)} of {runs_expected} runs")
+    return of.collected(rows, OPTIMIZER_COLUMNS, _wide(rows))

@@ -15,7 +15,7 @@ from lastgood.experiments.dcp.storages import STORAGES
 from lastgood.experiments.records.remote import WAYS, ComingBack, RemoteRecord, TrainingBlock, Way
 from lastgood.experiments.tables.columns import same_named
 from lastgood.experiments.tables.csv_text import Collected, median_lines
-from lastgood.experiments.tables.runs import records_there
+from lastgood.experiments.tables.panels import PanelRecords, load_panel
 
 __all__ = ["REMOTE_COLUMNS", "RemoteRow", "collect_remote", "collect_remote_files"]
 
@@ -109,56 +109,30 @@ def collect_remote_files(
     expected: int | None = None,
     reference: Path | None = None,  # noqa: ARG001 - as for other kinds
 ) -> Collected[RemoteRow]:
-    """Load records and collect them. With `partial`, those that are not there are named; without, they are an error.
-
-    No published numbers stand beside these.
-    """
-    there = records_there(f"{figure} {panel}", paths, expected, partial, lambda path: "/".join(path.parts[-4:]))
-    records = [RemoteRecord.load_placed(path) for path in there.paths]
-    return collect_remote(
-        figure, panel, records, load_ceilings(ceilings), runs_expected=there.expected, runs_missing=there.missing
-    )
+    """Load records (`load_panel`) and collect them; no published numbers stand beside these."""
+    of = load_panel(RemoteRecord, figure, panel, paths, expected, partial=partial)
+    return collect_remote(of, load_ceilings(ceilings))
 
 
-def collect_remote(
-    figure: str,
-    panel: str,
-    records: Sequence[RemoteRecord],
-    ceilings: CeilingsRecord,
-    *,
-    runs_expected: int,
-    runs_missing: Sequence[str] = (),
-) -> Collected[RemoteRow]:
+def collect_remote(of: PanelRecords[RemoteRecord], ceilings: CeilingsRecord) -> Collected[RemoteRow]:
     """Pure. Raises LastgoodError for records of more than one cell, or of another machine than the ceilings'."""
-    if len({record.spec.cell_hash for record in records}) > 1:
-        raise LastgoodError(f"{figure} {panel}: records of several settings; a panel shows one")
-    others = ", ".join(sorted({record.spec.machine for record in records} - {ceilings.machine}))
-    if others:
-        raise LastgoodError(f"{figure} {panel}: records of {others}, and ceilings of {ceilings.machine}")
+    if len({record.spec.cell_hash for record in of.records}) > 1:
+        raise LastgoodError(f"{of.name}: records of several settings; a panel shows one")
+    of.refuse_other_machines(ceilings)
     rows = []
-    for record in sorted(records, key=lambda record: record.spec.repetition):
+    for record in sorted(of.records, key=lambda record: record.spec.repetition):
         common = {
             **dict.fromkeys(REMOTE_COLUMNS),
-            **same_named(record.spec, REMOTE_COLUMNS),
-            **same_named(record.where, REMOTE_COLUMNS),
-            "figure": figure,
-            "panel": panel,
+            **of.shared_columns(record, REMOTE_COLUMNS),
             "server": record.server,
             "state_bytes": record.state_bytes,
-            "torch": record.where.versions.get("torch", "unknown"),
-            "started_at": record.started_at,
-            "record": str(record.spec.record_path()),
-            "runs_expected": runs_expected,
-            "runs_missing": "; ".join(runs_missing),
             # Each part says itself what is its own.
             **dict.fromkeys(("steps", "interval_steps", "remote_every", "ranks")),
         }
         own = sorted(_own(record, ceilings), key=lambda row: WAYS[record.spec.part].index(row["way"]))
         rows += [RemoteRow(**{**common, "label": _label(record, row["way"]), **row}) for row in own]
-    revisions = {(row.git_revision, row.git_dirty) for row in rows}
-    warnings = [f"{figure} {panel}: mixed revisions"] if len(revisions) > 1 else []
-    warnings += [f"{figure} {panel}: {record.spec.title()}: {mark}" for record in records for mark in record.marks()]
-    return Collected(rows, REMOTE_COLUMNS, _wide(rows), warnings, f"{len(records)} of {runs_expected} runs")
+    marks = [f"{record.spec.title()}: {mark}" for record in of.records for mark in record.marks()]
+    return of.collected(rows, REMOTE_COLUMNS, _wide(rows), marks)
 
 
 def _label(record: RemoteRecord, way: Way) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from lastgood.checkpointers.registry import system_traits
@@ -23,12 +22,13 @@ from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.systems.labels import system_label, system_rank
 from lastgood.experiments.tables.columns import OF_PAIRS, TIDY_COLUMNS, TidyRow
 from lastgood.experiments.tables.csv_text import Collected, field_text, median_lines
+from lastgood.experiments.tables.panels import records_there
 from lastgood.experiments.tables.published import Published, load_published, published_slowdown
 from lastgood.experiments.tables.refuse import record_order, refuse_mixtures, shared_notes
 from lastgood.experiments.tables.row import Baseline, Panel, compact_json, tidy_row
 from lastgood.sinks import Sink
 
-__all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "records_there", "run_name"]
+__all__ = ["TIDY_COLUMNS", "Collected", "TidyRow", "collect", "collect_files", "run_name"]
 
 _PATH_PARTS = 7
 """Parts of RunSpec.record_path(): machine, scale, workload, system, interval, variant, repetition."""
@@ -44,33 +44,6 @@ def run_name(path: Path | PurePosixPath, *, variant: bool = False) -> str:
         return str(path)
     words = [parts[2], parts[3], parts[4], *([parts[5]] if variant else []), parts[6].removesuffix(".json")]
     return " ".join(words)
-
-
-@dataclass(frozen=True)
-class RecordsThere:
-    """Which of a panel's records there are."""
-
-    paths: list[Path]
-    missing: list[str]
-    """Short names of the others."""
-    expected: int
-
-
-def records_there(
-    panel: str, paths: Sequence[Path], expected: int | None, partial: bool, name_of: Callable[[Path], str] = run_name
-) -> RecordsThere:
-    """Look for the records of a panel. Raises LastgoodError if there is none, or one is missing and not `partial`."""
-    there = [path for path in paths if path.exists()]
-    missing = [name_of(path) for path in paths if not path.exists()]
-    wanted = max(len(paths), expected or 0)
-    if not there:
-        raise LastgoodError(f"{panel}: none of its {wanted} run records is there")
-    if not partial and len(there) < wanted:
-        named = f": {', '.join(missing)}" if missing else ""
-        raise LastgoodError(
-            f"{panel}: {len(there)} of {wanted} run records are there{named}; run what is missing, or use --partial"
-        )
-    return RecordsThere(there, missing, wanted)
 
 
 def collect_files(
