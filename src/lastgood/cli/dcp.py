@@ -300,8 +300,6 @@ def _as_a_rank(spec: DcpSpec, at: Reached, suffix: str, keep: bool, report: Call
     import datetime
     import time
 
-    from torch.distributed.checkpoint.api import CheckpointException
-
     from lastgood.experiments.dcp.places import FolderPlace
     from lastgood.experiments.dcp_runs.bench import run_rank
     from lastgood.experiments.dcp_runs.execute import order_of, record_of
@@ -310,7 +308,7 @@ def _as_a_rank(spec: DcpSpec, at: Reached, suffix: str, keep: bool, report: Call
     began = time.monotonic()
     try:
         result = run_rank(order_of(spec, at.place, suffix, None, keep=keep), report)
-    except (Exception, CheckpointException) as error:  # DCP's is no Exception
+    except Exception as error:
         raise _of_this_rank(error) from error
     if result is None:
         return None
@@ -318,18 +316,16 @@ def _as_a_rank(spec: DcpSpec, at: Reached, suffix: str, keep: bool, report: Call
     return record_of(spec, result, at.place, result.suffix, started_at, time.monotonic() - began, scratch)
 
 
-def _of_this_rank(error: BaseException) -> LaunchError:
+def _of_this_rank(error: Exception) -> LaunchError:
     """What has failed here, named as ranks of our own launch are; torchrun's summary of its ranks has it as well."""
     import os
     import socket
 
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from lastgood.checkpointers.dcp.torch_io import first_cause
     from lastgood.errors import LastgoodError, LaunchError
 
-    cause = first_cause(error)
-    said = str(cause) if isinstance(cause, LastgoodError) else f"{type(cause).__name__}: {cause}"
+    said = str(error) if isinstance(error, LastgoodError) else f"{type(error).__name__}: {error}"
     told = LaunchError(f"rank {os.environ['RANK']} on {socket.gethostname()}: {said}")
     try:
         raise told from None

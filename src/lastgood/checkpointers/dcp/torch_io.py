@@ -156,5 +156,5 @@ class DraftWriter(FileSystemWriter):
 def first_cause(error: BaseException) -> BaseException:
     """What went wrong inside DCP, without the wrapper that it puts around failures of ranks."""
     if isinstance(error, CheckpointException) and error.failures:
-        return first_cause(next(iter(error.failures.values()))[0])
+        return first_cause(error.failures[min(error.failures)][0])
     return error

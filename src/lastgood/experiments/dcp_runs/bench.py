@@ -20,10 +20,12 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
+from lastgood.checkpointers.dcp.torch_io import first_cause
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.experiments.ceilings.bucket import bucket_burst
 from lastgood.experiments.ceilings.disk import disk_bursts
@@ -71,8 +73,17 @@ def run_rank(order: DcpOrder, report: Callable[[str], None]) -> DcpResult | None
         if dist.get_world_size() != spec.ranks:
             raise LastgoodError(f"{dist.get_world_size()} ranks were started for a run of {spec.ranks}")
         return _Bench(order, report).run(began)
+    except CheckpointException as error:
+        raise CheckpointError(_what_failed(error)) from error
     finally:
         dist.destroy_process_group()
+
+
+def _what_failed(error: CheckpointException) -> str:
+    """DCP's error, which holds the tracebacks of all ranks that failed, in one line: the first one's cause."""
+    cause = first_cause(error)
+    said = str(cause) if isinstance(cause, LastgoodError) else f"{type(cause).__name__}: {cause}"
+    return " ".join(f"DCP failed on rank {', '.join(map(str, sorted(error.failures)))}: {said}".split())
 
 
 class _Bench:
