@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the native module with AddressSanitizer and UndefinedBehaviorSanitizer into a folder of its own, runs on it what
-# reaches native code (tests/native, and those decoders of tests/fuzz), and fails on any report of theirs.
+# reaches native code (tests/native, the kernels of tests/sparse, and those decoders of tests/fuzz), and fails on any report of theirs.
 # The module of the installation stays as it is. More tests can be named as arguments.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,7 +27,7 @@ preload="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-na
 
 status=0
 env LD_PRELOAD="$preload" "$python" -m pytest -q -p no:cacheprovider -m 'not slow and not gpu and not fuzz' \
-    tests/native tests/fuzz "$@" || status=1
+    tests/native tests/fuzz tests/sparse/test_compress_kernels.py "$@" || status=1
 # A test may expect a process to die and not look at why.
 if compgen -G "$reports/*" >/dev/null; then
     echo "sanitize.sh: reports of the sanitizers:" >&2

@@ -7,6 +7,7 @@
 #include "mirror/sockets_bindings.hpp"
 #include "optim/bindings.hpp"
 #include "process/bindings.hpp"
+#include "sparse/compress_bindings.hpp"
 #include "storage/bindings.hpp"
 #include "wire/bindings.hpp"
 #include "wire/ring_bindings.hpp"
@@ -20,6 +21,7 @@ NB_MODULE(_native, module) {
     lastgood::bind_wire(module);
     lastgood::bind_ring(module);
     lastgood::bind_process(module);
+    lastgood::bind_compress(module);
     lastgood::bind_capture(module);
     lastgood::mirror::bind_roce(module);
     lastgood::bind_mirror_sockets(module);

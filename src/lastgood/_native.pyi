@@ -361,6 +361,35 @@ def device_step(
     `factors`, bounded by `limit` (-1 for none) and divided by `divisor` (0 for none) first. `lanes`: GroupSpec.
     """
 
+def sparse_compress(
+    choice: Literal["heaviest", "threshold", "given", "all"],
+    *,
+    gradient: int,
+    gradient_type: str,
+    residual: int,
+    target: int,
+    elements: int,
+    width: int,
+    value_type: str,
+    wanted: int,
+    middle: int,
+    most: int,
+    threshold: int | None,
+    indices: int,
+    values: int,
+    threads: int,
+    sample: int = 0,
+    variant: str = "",
+) -> tuple[bool, bool, int, int, int]:
+    """Choose places of gradient + residual: (finite, held, count, weight of the lightest, tensors read).
+
+    Numbers of places and their values are written to the addresses `indices` and `values`, which have room for `most`
+    places; the new residual to `target`, which may be `residual`. `variant` is one of `step_variants()`.
+    """
+
+def sparse_draw(places: int, count: int, seed: int, call: int, indices: int) -> None:
+    """Write to address `indices` `count` different numbers below `places`, ascending, that seed and call draw."""
+
 class OutOfStep(Exception):
     """The previous rank of a ring sent another record than this rank's own plan expects."""
 

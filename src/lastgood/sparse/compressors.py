@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lastgood import _native
 from lastgood._lazy import torch
 from lastgood.errors import ConfigError, MismatchError
-from lastgood.sparse import plain
 from lastgood.sparse.blocks import BLOCK_WIDTH, MAX_ELEMENTS, SparseGradient
 
 __all__ = ["COMPRESSORS", "Compressor", "ValueType", "keep_count", "make_compressor", "most_places"]
@@ -39,15 +40,41 @@ def most_places(places: int, wanted: int) -> int:
     return min(places, wanted + -(-wanted // _SLACK))
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What native code is asked to choose: see native/src/sparse/compress.hpp."""
+
+    choice: Literal["heaviest", "threshold", "given", "all"]
+    wanted: int
+    middle: int
+    most: int
+    threshold: int | None = None
+    indices: npt.NDArray[np.uint32] | None = None
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What came of it: `held` if the threshold that was given chose, else `least` is the lightest choice's weight."""
+
+    held: bool
+    count: int
+    least: int
+
+
 class Compressor(ABC):
     """Chooses what is sent of one parameter's gradient; the parameter has `elements` elements.
 
     What it keeps from call to call is in `state_dict`; the residual is the caller's. Choices depend on magnitudes and
     that state alone: not on threads, and not on where an element lies, except between equal ones, where the first goes.
+    One call at a time.
     """
 
     name: ClassVar[str]
     width: ClassVar[int] = 1
+    variant = ""
+    """Instruction set of the native code: one of `_native.step_variants()`, or the fastest."""
+    sample = 0
+    """Least number of places that a first bound is made of; 0 for a good one. No choice depends on it."""
 
     def __init__(
         self, elements: int, *, seed: int = 0, values: ValueType = "float32", threads: int | None = None
@@ -59,7 +86,9 @@ class Compressor(ABC):
         self.elements = elements
         self.seed = seed
         self.threads = max(1, threads or torch.get_num_threads())
-        self._dtype: torch.dtype = getattr(torch, values)
+        self.reads = 0
+        """How many tensors as long as the gradient the last call has read: itself, the residual, their sum."""
+        self._values: ValueType = values
 
     @property
     def places(self) -> int:
@@ -67,7 +96,7 @@ class Compressor(ABC):
         return -(-self.elements // self.width)
 
     def compress(
-        self, gradient: torch.Tensor, residual: torch.Tensor, count: int, *, into: torch.Tensor | None = None
+        self, gradient: torch.Tensor, residual: torch.Tensor | None, count: int, *, into: torch.Tensor | None = None
     ) -> SparseGradient:
         """Choose about `count` elements of gradient + residual; the rest is the new residual, written in place.
 
@@ -75,31 +104,49 @@ class Compressor(ABC):
             gradient: flat, contiguous, on the CPU: float32, float16 or bfloat16.
             residual: float32 of the same length. To the bit, what is sent and the new residual add up to the gradient
                 and the old residual, element by element (a zero may change its sign). Not changed if their sum is
-                not finite: then nothing is sent, and the result says so.
+                not finite: then nothing is sent, and the result says so. None: what is not sent is lost.
             count: as `keep_count` gives it. Compressors of blocks choose as many blocks as hold so many elements.
-            into: where the new residual goes instead; what is in it counts only if the result is finite. One read
-                of the gradient is saved, which otherwise tells whether `residual` may be overwritten.
+            into: where the new residual goes instead; what is in it counts only if the result is finite. It saves
+                the pass over gradient and residual that otherwise tells first whether `residual` may be overwritten.
         """
-        self._check(gradient, residual, count)
-        target = residual
-        if into is not None:
-            self._check(gradient, into, count)
-            target = into
-        total = plain.accumulate(gradient, residual)
-        if not plain.finite(total):
-            return self._nothing()
-        indices = self._choose(total, min(self.places, -(-count // self.width)))
-        chosen = plain.chosen_values(total, indices, self.width)
-        sent = plain.narrow(chosen, self._dtype)
-        target.copy_(torch.from_numpy(total))
-        self._put(target, indices, torch.from_numpy(chosen) - sent.float())
-        return SparseGradient(self.elements, self.width, indices, sent)
+        self._check(gradient, residual, into, count)
+        order = self._order(min(self.places, -(-count // self.width)))
+        indices = np.empty(order.most, np.uint32) if order.indices is None else order.indices
+        values = torch.empty(order.most * self.width, dtype=getattr(torch, self._values), device="cpu")
+        target = residual if into is None else into
+        finite, held, chosen, least, self.reads = _native.sparse_compress(
+            order.choice,
+            gradient=gradient.data_ptr(),
+            gradient_type=_name(gradient.dtype),
+            residual=0 if residual is None else residual.data_ptr(),
+            target=0 if target is None else target.data_ptr(),
+            elements=self.elements,
+            width=self.width,
+            value_type=self._values,
+            wanted=order.wanted,
+            middle=order.middle,
+            most=order.most,
+            threshold=order.threshold,
+            indices=indices.ctypes.data,
+            values=values.data_ptr(),
+            threads=self.threads,
+            sample=self.sample,
+            variant=self.variant,
+        )
+        if not finite:
+            return SparseGradient(self.elements, self.width, indices[:0], values[:0], finite=False)
+        self._learn(order, _Chosen(held, chosen, least))
+        return SparseGradient(self.elements, self.width, indices[:chosen], values[: chosen * self.width])
 
     def give_back(self, sparse: SparseGradient, residual: torch.Tensor) -> None:
         """Return what `compress` took out of `residual` a moment ago: another rank's gradient was not finite."""
-        if not len(sparse.indices):
-            return
-        self._put(residual, sparse.indices, self._take(residual, sparse.indices) + sparse.values.float())
+        end = self.elements // self.width * self.width
+        rows, rest = residual[:end].view(-1, self.width), residual[end:]
+        values = sparse.values.float().view(-1, self.width)
+        complete = int(np.searchsorted(sparse.indices, len(rows)))
+        rows.index_add_(0, torch.from_numpy(sparse.indices[:complete].astype(np.int64)), values[:complete])
+        if complete < len(sparse.indices):
+            rest += values[-1, : len(rest)]
 
     def state_dict(self) -> dict[str, Any]:
         """What a compressor of the same kind needs to choose as this one would have: plain values."""
@@ -113,41 +160,29 @@ class Compressor(ABC):
                 raise MismatchError(f"a compressor's state has {key} {state.get(key)!r}, here it is {value!r}")
 
     @abstractmethod
-    def _choose(self, total: npt.NDArray[np.float32], wanted: int) -> npt.NDArray[np.uint32]:
-        """The places that are sent, ascending, and what follows from it for the next call."""
+    def _order(self, wanted: int) -> _Order:
+        """What is to be chosen if `wanted` places are asked for."""
 
-    def _check(self, gradient: torch.Tensor, residual: torch.Tensor, count: int) -> None:
-        for name, tensor in (("gradient", gradient), ("residual", residual)):
+    def _learn(self, order: _Order, chosen: _Chosen) -> None:  # noqa: B027
+        """What follows for the next call."""
+
+    def _check(
+        self, gradient: torch.Tensor, residual: torch.Tensor | None, into: torch.Tensor | None, count: int
+    ) -> None:
+        for name, tensor in (("gradient", gradient), ("residual", residual), ("into", into)):
+            if tensor is None:
+                continue
             if tensor.dim() != 1 or tensor.numel() != self.elements or not tensor.is_contiguous() or tensor.is_cuda:
                 raise ValueError(
                     f"{name} of shape {tuple(tensor.shape)} on {tensor.device}: "
                     f"not {self.elements} contiguous elements on the CPU"
                 )
-        if residual.dtype != torch.float32 or str(gradient.dtype).removeprefix("torch.") not in _VALUE_TYPES:
-            raise ValueError(f"a gradient of {gradient.dtype} with a residual of {residual.dtype}")
+            if _name(tensor.dtype) not in (_VALUE_TYPES if name == "gradient" else _VALUE_TYPES[:1]):
+                raise ValueError(f"{name} of type {_name(tensor.dtype)}")
+        if into is not None and residual is None:
+            raise ValueError("a place for a new residual without an old one")
         if not 1 <= count <= self.elements:
             raise ValueError(f"{count} of {self.elements} elements")
-
-    def _nothing(self) -> SparseGradient:
-        values = torch.empty(0, dtype=self._dtype, device="cpu")
-        return SparseGradient(self.elements, self.width, np.empty(0, np.uint32), values, finite=False)
-
-    def _split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The complete blocks of a flat tensor, a row each, and what comes after them."""
-        end = self.elements // self.width * self.width
-        return tensor[:end].view(-1, self.width), tensor[end:]
-
-    def _take(self, tensor: torch.Tensor, indices: npt.NDArray[np.uint32]) -> torch.Tensor:
-        values = plain.chosen_values(tensor.numpy(), indices, self.width)
-        return torch.from_numpy(values)
-
-    def _put(self, tensor: torch.Tensor, indices: npt.NDArray[np.uint32], values: torch.Tensor) -> None:
-        rows, rest = self._split(tensor)
-        given = values.view(-1, self.width)
-        complete = indices < len(rows)
-        rows[torch.from_numpy(indices[complete].astype(np.int64))] = given[torch.from_numpy(complete)]
-        if not complete.all():
-            rest.copy_(given[-1, : len(rest)])
 
 
 class TopK(Compressor):
@@ -155,8 +190,8 @@ class TopK(Compressor):
 
     name = "topk"
 
-    def _choose(self, total: npt.NDArray[np.float32], wanted: int) -> npt.NDArray[np.uint32]:
-        return plain.top(plain.scores(total, self.width), wanted)
+    def _order(self, wanted: int) -> _Order:
+        return _Order("heaviest", wanted, wanted, wanted)
 
 
 class Threshold(Compressor):
@@ -174,19 +209,17 @@ class Threshold(Compressor):
         super().__init__(elements, seed=seed, values=values, threads=threads)
         self._threshold: float | None = None
 
-    def _choose(self, total: npt.NDArray[np.float32], wanted: int) -> npt.NDArray[np.uint32]:
-        weights = plain.scores(total, self.width)
+    def _order(self, wanted: int) -> _Order:
         most = most_places(self.places, wanted)
-        middle = (wanted + most) // 2
-        if self._threshold is not None:
-            indices = np.flatnonzero(weights >= np.float32(self._threshold).view(np.uint32))
-            if wanted <= len(indices) <= most:
-                step = 1 + (len(indices) - middle) / (4 * middle)
-                self._threshold = float(np.float32(self._threshold * step))
-                return indices.astype(np.uint32)
-        found = plain.top(weights, middle)
-        self._threshold = float(weights[found].min().view(np.float32))
-        return found
+        bits = None if self._threshold is None else int(np.float32(self._threshold).view(np.uint32))
+        return _Order("threshold", wanted, (wanted + most) // 2, most, bits)
+
+    def _learn(self, order: _Order, chosen: _Chosen) -> None:
+        if chosen.held and self._threshold is not None:
+            step = 1 + (chosen.count - order.middle) / (4 * order.middle)
+            self._threshold = float(np.float32(self._threshold * step))
+        else:
+            self._threshold = float(np.uint32(chosen.least).view(np.float32))
 
     def state_dict(self) -> dict[str, Any]:
         """With the threshold, or None before the first call."""
@@ -217,9 +250,13 @@ class RandomK(Compressor):
         super().__init__(elements, seed=seed, values=values, threads=threads)
         self._calls = 0
 
-    def _choose(self, total: npt.NDArray[np.float32], wanted: int) -> npt.NDArray[np.uint32]:  # noqa: ARG002
+    def _order(self, wanted: int) -> _Order:
+        indices = np.empty(wanted, np.uint32)
+        _native.sparse_draw(self.places, wanted, self.seed % (1 << 64), self._calls, indices.ctypes.data)
+        return _Order("given", wanted, wanted, wanted, indices=indices)
+
+    def _learn(self, order: _Order, chosen: _Chosen) -> None:  # noqa: ARG002
         self._calls += 1
-        return plain.draw(self.places, wanted, self.seed, self._calls - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """With the seed, and how many calls have drawn."""
@@ -237,8 +274,12 @@ class Everything(Compressor):
     name = "none"
     width = BLOCK_WIDTH
 
-    def _choose(self, total: npt.NDArray[np.float32], wanted: int) -> npt.NDArray[np.uint32]:  # noqa: ARG002
-        return np.arange(self.places, dtype=np.uint32)
+    def _order(self, wanted: int) -> _Order:  # noqa: ARG002
+        return _Order("all", self.places, self.places, self.places)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 COMPRESSORS: Final[Mapping[str, type[Compressor]]] = {

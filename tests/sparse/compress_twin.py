@@ -1,16 +1,17 @@
-"""Compressors in plain numpy and torch: what each one chooses and sends, place by place."""
+"""Compressors in plain numpy and torch, place by place: what the native ones are held to, to the bit."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from lastgood._lazy import torch
-from lastgood.sparse.blocks import BLOCK_WIDTH
+from lastgood.sparse.blocks import BLOCK_WIDTH, SparseGradient
+from lastgood.sparse.compressors import COMPRESSORS, most_places
 
-__all__ = ["accumulate", "chosen_values", "draw", "finite", "narrow", "scores", "top"]
+__all__ = ["Twin"]
 
 Bits = npt.NDArray[np.uint32]
 
@@ -20,15 +21,69 @@ _LARGEST_HALF: Final = 65504
 _ROUNDS: Final = 6
 
 
-def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> npt.NDArray[np.float32]:
+class Twin:
+    """As the compressor of that name, with the same state."""
+
+    def __init__(self, name: str, elements: int, *, seed: int = 0, values: str = "float32") -> None:
+        self.name, self.elements, self.seed = name, elements, seed
+        self.width = COMPRESSORS[name].width
+        self.places = -(-elements // self.width)
+        self.threshold: float | None = None
+        self.calls = 0
+        self._dtype = getattr(torch, values)
+
+    def compress(self, gradient: torch.Tensor, residual: torch.Tensor | None, count: int) -> SparseGradient:
+        total = accumulate(gradient, residual)
+        if not np.isfinite(total).all():
+            nothing = torch.empty(0, dtype=self._dtype)
+            return SparseGradient(self.elements, self.width, np.empty(0, np.uint32), nothing, finite=False)
+        indices = self._choose(total, min(self.places, -(-count // self.width)))
+        chosen = chosen_values(total, indices, self.width)
+        sent = narrow(chosen, self._dtype)
+        if residual is not None:
+            rests = torch.zeros(self.places, self.width)
+            rests.view(-1)[: self.elements] = torch.from_numpy(total)
+            rests[torch.from_numpy(indices.astype(np.int64))] = (torch.from_numpy(chosen) - sent.float()).view(
+                -1, self.width
+            )
+            residual.copy_(rests.view(-1)[: self.elements])
+        return SparseGradient(self.elements, self.width, indices, sent)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"compressor": self.name, "elements": self.elements}
+        if self.name in ("threshold", "v16"):
+            state["threshold"] = self.threshold
+        if self.name == "randomk":
+            state.update(seed=self.seed, calls=self.calls)
+        return state
+
+    def _choose(self, total: npt.NDArray[np.float32], wanted: int) -> Bits:
+        if self.name == "none":
+            return np.arange(self.places, dtype=np.uint32)
+        if self.name == "randomk":
+            self.calls += 1
+            return draw(self.places, wanted, self.seed, self.calls - 1)
+        weights = scores(total, self.width)
+        return top(weights, wanted) if self.name == "topk" else self._by_threshold(weights, wanted)
+
+    def _by_threshold(self, weights: Bits, wanted: int) -> Bits:
+        most = most_places(self.places, wanted)
+        middle = (wanted + most) // 2
+        if self.threshold is not None:
+            indices = np.flatnonzero(weights >= np.float32(self.threshold).view(np.uint32))
+            if wanted <= len(indices) <= most:
+                step = 1 + (len(indices) - middle) / (4 * middle)
+                self.threshold = float(np.float32(self.threshold * step))
+                return indices.astype(np.uint32)
+        found = top(weights, middle)
+        self.threshold = float(weights[found].min().view(np.float32))
+        return found
+
+
+def accumulate(gradient: torch.Tensor, residual: torch.Tensor | None) -> npt.NDArray[np.float32]:
     """Gradient + residual, rounded to float32."""
-    found: npt.NDArray[np.float32] = (gradient.float() + residual).numpy()
-    return found
-
-
-def finite(values: npt.NDArray[np.float32]) -> bool:
-    """Whether no value is infinite or no number."""
-    return bool(np.isfinite(values).all())
+    total: npt.NDArray[np.float32] = (gradient.float() if residual is None else gradient.float() + residual).numpy()
+    return total
 
 
 def scores(values: npt.NDArray[np.float32], width: int) -> Bits:
