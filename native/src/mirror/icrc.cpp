@@ -1,81 +1,21 @@
 #include "mirror/icrc.hpp"
 
 #include <cstring>
-#include <stdexcept>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "reflected_crc.hpp"
 
 namespace lastgood::mirror {
 namespace {
 
-// In the reflected form, bit i of a 32-bit value is the coefficient of x^(31-i).
-constexpr std::uint32_t kPolynomial = 0xEDB88320u;
-
-constexpr std::uint32_t times_x(std::uint32_t value) { return (value >> 1) ^ ((value & 1u) ? kPolynomial : 0u); }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Portable: eight bytes at a time through eight tables. Takes and returns the register, without the inversions.
-
-struct Tables {
-    std::uint32_t entry[8][256];
-
-    constexpr Tables() : entry() {
-        for (std::uint32_t byte = 0; byte < 256; ++byte) {
-            std::uint32_t value = byte;
-            for (int bit = 0; bit < 8; ++bit) value = times_x(value);
-            entry[0][byte] = value;
-        }
-        for (int table = 1; table < 8; ++table) {
-            for (int byte = 0; byte < 256; ++byte) {
-                const std::uint32_t before = entry[table - 1][byte];
-                entry[table][byte] = (before >> 8) ^ entry[0][before & 0xFFu];
-            }
-        }
-    }
-};
-
-constexpr Tables kTables;
-
-inline std::uint32_t update_by_tables(const std::uint8_t* at, std::size_t nbytes, std::uint32_t crc) {
-    const auto& table = kTables.entry;
-    for (; nbytes >= 8; at += 8, nbytes -= 8) {
-        const std::uint32_t head = crc ^ (std::uint32_t(at[0]) | std::uint32_t(at[1]) << 8 |
-                                          std::uint32_t(at[2]) << 16 | std::uint32_t(at[3]) << 24);
-        crc = table[7][head & 0xFFu] ^ table[6][head >> 8 & 0xFFu] ^ table[5][head >> 16 & 0xFFu] ^
-              table[4][head >> 24] ^ table[3][at[4]] ^ table[2][at[5]] ^ table[1][at[6]] ^ table[0][at[7]];
-    }
-    for (; nbytes > 0; ++at, --nbytes) crc = (crc >> 8) ^ table[0][(crc ^ *at) & 0xFFu];
-    return crc;
-}
-
-std::uint32_t sum_portable(const void* data, std::size_t nbytes, std::uint32_t seed) {
-    return ~update_by_tables(static_cast<const std::uint8_t*>(data), nbytes, ~seed);
-}
+using Crc32 = ReflectedCrc<0xEDB88320u>;
 
 #if defined(__x86_64__)
 
 #define LASTGOOD_CLMUL __attribute__((target("sse4.1,pclmul")))
 #define LASTGOOD_VCLMUL __attribute__((target("sse4.1,pclmul,avx512f,avx512bw,avx512vl,vpclmulqdq")))
 
-// x^exponent modulo the polynomial.
-std::uint32_t power_of_x(std::size_t exponent) {
-    std::uint32_t value = 0x80000000u;
-    while (exponent-- > 0) value = times_x(value);
-    return value;
-}
-
-// To move 128 bits forward by d bits, the first 64 of them are multiplied by x^(d+64) and the last by x^d. A reflected
-// product comes out one bit high, hence the -1. A factor sits in the upper half of its 64 bits.
-struct Factors {
-    std::uint64_t words[2];
-    explicit Factors(std::size_t bits)
-        : words{std::uint64_t(power_of_x(bits + 63)) << 32, std::uint64_t(power_of_x(bits - 1)) << 32} {}
-};
-
 struct AllFactors {
-    Factors by_16{128}, by_64{512}, by_256{2048};
+    Crc32::FoldFactors by_16{128}, by_64{512}, by_256{2048};
 };
 
 const AllFactors& factors() {
@@ -95,11 +35,11 @@ LASTGOOD_CLMUL inline __m128i fold(__m128i value, __m128i by, __m128i next) {
 LASTGOOD_CLMUL inline std::uint32_t reduce(__m128i value) {
     std::uint8_t bytes[16];
     _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), value);
-    return update_by_tables(bytes, sizeof bytes, 0);
+    return Crc32::update_by_tables(bytes, sizeof bytes, 0);
 }
 
 LASTGOOD_CLMUL std::uint32_t update_clmul(const std::uint8_t* at, std::size_t nbytes, std::uint32_t crc) {
-    if (nbytes < 64) return update_by_tables(at, nbytes, crc);
+    if (nbytes < 64) return Crc32::update_by_tables(at, nbytes, crc);
     const AllFactors& all = factors();
     const __m128i by_64 = load(all.by_64.words), by_16 = load(all.by_16.words);
     __m128i lane[4] = {load(at), load(at + 16), load(at + 32), load(at + 48)};
@@ -112,17 +52,11 @@ LASTGOOD_CLMUL std::uint32_t update_clmul(const std::uint8_t* at, std::size_t nb
     __m128i value = lane[0];
     for (int number = 1; number < 4; ++number) value = fold(value, by_16, lane[number]);
     for (; nbytes >= 16; at += 16, nbytes -= 16) value = fold(value, by_16, load(at));
-    return update_by_tables(at, nbytes, reduce(value));
+    return Crc32::update_by_tables(at, nbytes, reduce(value));
 }
 
 std::uint32_t sum_clmul(const void* data, std::size_t nbytes, std::uint32_t seed) {
     return ~update_clmul(static_cast<const std::uint8_t*>(data), nbytes, ~seed);
-}
-
-LASTGOOD_VCLMUL inline __m512i fold_wide(__m512i value, __m512i by, __m512i next) {
-    const __m512i first = _mm512_clmulepi64_epi128(value, by, 0x00);
-    const __m512i last = _mm512_clmulepi64_epi128(value, by, 0x11);
-    return _mm512_ternarylogic_epi64(first, last, next, 0x96);  // exclusive or of all three
 }
 
 LASTGOOD_VCLMUL std::uint32_t sum_vclmul(const void* data, std::size_t nbytes, std::uint32_t seed) {
@@ -150,7 +84,7 @@ LASTGOOD_VCLMUL std::uint32_t sum_vclmul(const void* data, std::size_t nbytes, s
     __m128i value = parts[0];
     for (int number = 1; number < 4; ++number) value = fold(value, by_16, parts[number]);
     for (; nbytes >= 16; at += 16, nbytes -= 16) value = fold(value, by_16, load(at));
-    return ~update_by_tables(at, nbytes, reduce(value));
+    return ~Crc32::update_by_tables(at, nbytes, reduce(value));
 }
 
 #endif
@@ -160,12 +94,10 @@ std::vector<Crc32Variant> detect_variants() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool clmul = __builtin_cpu_supports("sse4.1") && __builtin_cpu_supports("pclmul");
-    if (clmul && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq"))
-        variants.push_back({"vclmul", sum_vclmul});
+    if (clmul && cpu_folds_wide()) variants.push_back({"vclmul", sum_vclmul});
     if (clmul) variants.push_back({"clmul", sum_clmul});
 #endif
-    variants.push_back({"portable", sum_portable});
+    variants.push_back({"portable", Crc32::sum_portable});
     return variants;
 }
 
@@ -183,7 +115,7 @@ std::uint32_t icrc_from(std::uint8_t* head, std::size_t head_bytes, const std::u
     head[udp + 6] = head[udp + 7] = 0xFF;
     head[udp + kUdpBytes + kBthOnes] = 0xFF;
     static const Crc32Variant& fastest = crc32_variants().front();
-    static const std::uint32_t ones = sum_portable("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF", 8, 0);
+    static const std::uint32_t ones = Crc32::sum_portable("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF", 8, 0);
     return fastest.sum(rest, nbytes, fastest.sum(head, head_bytes, ones));
 }
 
@@ -195,13 +127,7 @@ const std::vector<Crc32Variant>& crc32_variants() {
 }
 
 const Crc32Variant& crc32_variant(const std::string& name) {
-    std::string known;
-    for (const Crc32Variant& variant : crc32_variants()) {
-        if (name.empty() || name == variant.name) return variant;
-        known += known.empty() ? "" : ", ";
-        known += variant.name;
-    }
-    throw std::invalid_argument("no CRC-32 variant '" + name + "' on this CPU; there are: " + known);
+    return variant_named(crc32_variants(), name, "CRC-32");
 }
 
 std::uint32_t icrc(const std::uint8_t* packet, std::size_t nbytes, std::size_t udp) {

@@ -2,57 +2,13 @@
 
 #include <array>
 #include <cstring>
-#include <stdexcept>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "reflected_crc.hpp"
 
 namespace lastgood {
 namespace {
 
-// In the reflected form, bit i of a 32-bit value is the coefficient of x^(31-i).
-constexpr std::uint32_t kPolynomial = 0x82F63B78u;
-
-constexpr std::uint32_t times_x(std::uint32_t value) { return (value >> 1) ^ ((value & 1u) ? kPolynomial : 0u); }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Portable: eight bytes at a time through eight tables.
-
-struct Tables {
-    std::uint32_t entry[8][256];
-
-    constexpr Tables() : entry() {
-        for (std::uint32_t byte = 0; byte < 256; ++byte) {
-            std::uint32_t value = byte;
-            for (int bit = 0; bit < 8; ++bit) value = times_x(value);
-            entry[0][byte] = value;
-        }
-        for (int table = 1; table < 8; ++table) {
-            for (int byte = 0; byte < 256; ++byte) {
-                const std::uint32_t before = entry[table - 1][byte];
-                entry[table][byte] = (before >> 8) ^ entry[0][before & 0xFFu];
-            }
-        }
-    }
-};
-
-constexpr Tables kTables;
-
-std::uint32_t sum_portable(const void* data, std::size_t nbytes, std::uint32_t seed) {
-    const auto* at = static_cast<const unsigned char*>(data);
-    const auto& table = kTables.entry;
-    std::uint32_t crc = ~seed;
-    for (; nbytes >= 8; at += 8, nbytes -= 8) {
-        // Byte by byte, so that it is right on a big-endian machine too.
-        const std::uint32_t head = crc ^ (std::uint32_t(at[0]) | std::uint32_t(at[1]) << 8 |
-                                          std::uint32_t(at[2]) << 16 | std::uint32_t(at[3]) << 24);
-        crc = table[7][head & 0xFFu] ^ table[6][head >> 8 & 0xFFu] ^ table[5][head >> 16 & 0xFFu] ^
-              table[4][head >> 24] ^ table[3][at[4]] ^ table[2][at[5]] ^ table[1][at[6]] ^ table[0][at[7]];
-    }
-    for (; nbytes > 0; ++at, --nbytes) crc = (crc >> 8) ^ table[0][(crc ^ *at) & 0xFFu];
-    return ~crc;
-}
+using Crc32c = ReflectedCrc<0x82F63B78u>;
 
 // Copies and sums blocks that stay in the first-level cache between the two.
 template <std::uint32_t (*Sum)(const void*, std::size_t, std::uint32_t)>
@@ -77,13 +33,6 @@ std::uint32_t copy_in_blocks(void* target, const void* source, std::size_t nbyte
 #define LASTGOOD_SSE42 __attribute__((target("sse4.2,pclmul")))
 #define LASTGOOD_AVX512 __attribute__((target("sse4.2,pclmul,avx512f,avx512bw,avx512vl,vpclmulqdq")))
 
-// x^exponent modulo the polynomial.
-std::uint32_t power_of_x(std::size_t exponent) {
-    std::uint32_t value = 0x80000000u;
-    while (exponent-- > 0) value = times_x(value);
-    return value;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // SSE4.2: the crc32 instruction has a latency of three cycles and a throughput of one, so three streams run side by
 // side and are joined: crc(A B) = crc(A) * x^(8 |B|) + crc(B).
@@ -94,10 +43,10 @@ constexpr std::size_t kShortStream = 256;
 struct StreamShifts {
     // A carry-less product of two reflected 32-bit values, read as a 64-bit message by the crc32 instruction, is the
     // product times x^33; the constants are smaller by that.
-    std::uint32_t long_once = power_of_x(8 * kLongStream - 33);
-    std::uint32_t long_twice = power_of_x(16 * kLongStream - 33);
-    std::uint32_t short_once = power_of_x(8 * kShortStream - 33);
-    std::uint32_t short_twice = power_of_x(16 * kShortStream - 33);
+    std::uint32_t long_once = Crc32c::power_of_x(8 * kLongStream - 33);
+    std::uint32_t long_twice = Crc32c::power_of_x(16 * kLongStream - 33);
+    std::uint32_t short_once = Crc32c::power_of_x(8 * kShortStream - 33);
+    std::uint32_t short_twice = Crc32c::power_of_x(16 * kShortStream - 33);
 };
 
 const StreamShifts& stream_shifts() {
@@ -154,34 +103,24 @@ std::uint32_t sum_sse42(const void* data, std::size_t nbytes, std::uint32_t seed
 constexpr std::size_t kFoldBytes = 256;
 constexpr std::size_t kCopyThreshold = 16 << 10;
 
-struct FoldFactors {
-    // To move 128 bits forward by d bits, its first 64 bits are multiplied by x^(d+64) and its last by x^d. A reflected
-    // product comes out one bit high, hence the -1. A factor sits in the upper half of its 64 bits.
-    std::uint64_t over_all[2] = {std::uint64_t(power_of_x(8 * kFoldBytes + 63)) << 32,
-                                 std::uint64_t(power_of_x(8 * kFoldBytes - 1)) << 32};
-    std::uint64_t over_one[2] = {std::uint64_t(power_of_x(512 + 63)) << 32, std::uint64_t(power_of_x(512 - 1)) << 32};
+struct AllFactors {
+    Crc32c::FoldFactors over_all{8 * kFoldBytes}, over_one{512};
 };
 
-const FoldFactors& fold_factors() {
-    static const FoldFactors factors;
-    return factors;
-}
-
-LASTGOOD_AVX512 inline __m512i fold(__m512i value, __m512i factors, __m512i next) {
-    const __m512i first = _mm512_clmulepi64_epi128(value, factors, 0x00);
-    const __m512i last = _mm512_clmulepi64_epi128(value, factors, 0x11);
-    return _mm512_ternarylogic_epi64(first, last, next, 0x96);  // exclusive or of all three
+const AllFactors& fold_factors() {
+    static const AllFactors all;
+    return all;
 }
 
 // Sums `nbytes` (a multiple of kFoldBytes, not zero) and, with Copy, streams them to `to`, which is 64-byte aligned.
 template <bool Copy>
 LASTGOOD_AVX512 std::uint32_t fold_blocks(unsigned char* to, const unsigned char* at, std::size_t nbytes,
                                           std::uint32_t crc) {
-    const FoldFactors& factors = fold_factors();
+    const AllFactors& factors = fold_factors();
     const __m512i over_all =
-        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors.over_all)));
+        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors.over_all.words)));
     const __m512i over_one =
-        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors.over_one)));
+        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors.over_one.words)));
     __m512i sum[4];
     for (int lane = 0; lane < 4; ++lane) {
         sum[lane] = _mm512_loadu_si512(at + 64 * lane);
@@ -192,10 +131,10 @@ LASTGOOD_AVX512 std::uint32_t fold_blocks(unsigned char* to, const unsigned char
         for (int lane = 0; lane < 4; ++lane) {
             const __m512i next = _mm512_loadu_si512(at + offset + 64 * lane);
             if (Copy) _mm512_stream_si512(reinterpret_cast<__m512i*>(to + offset + 64 * lane), next);
-            sum[lane] = fold(sum[lane], over_all, next);
+            sum[lane] = fold_wide(sum[lane], over_all, next);
         }
     }
-    for (int lane = 0; lane < 3; ++lane) sum[lane + 1] = fold(sum[lane], over_one, sum[lane + 1]);
+    for (int lane = 0; lane < 3; ++lane) sum[lane + 1] = fold_wide(sum[lane], over_one, sum[lane + 1]);
     std::uint64_t words[8];
     _mm512_storeu_si512(words, sum[3]);
     std::uint64_t rest = 0;
@@ -233,12 +172,10 @@ std::vector<Crc32cVariant> detect_variants() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool sse42 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
-    if (sse42 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq"))
-        variants.push_back({"avx512", sum_avx512, copy_avx512});
+    if (sse42 && cpu_folds_wide()) variants.push_back({"avx512", sum_avx512, copy_avx512});
     if (sse42) variants.push_back({"sse42", sum_sse42, copy_in_blocks<sum_sse42>});
 #endif
-    variants.push_back({"portable", sum_portable, copy_in_blocks<sum_portable>});
+    variants.push_back({"portable", Crc32c::sum_portable, copy_in_blocks<Crc32c::sum_portable>});
     return variants;
 }
 
@@ -256,13 +193,7 @@ const Crc32cVariant& crc32c_variant(const std::string& name) {
                                         return seed;
                                     }};
     if (name == none.name) return none;
-    std::string known;
-    for (const Crc32cVariant& variant : crc32c_variants()) {
-        if (name.empty() || name == variant.name) return variant;
-        known += known.empty() ? "" : ", ";
-        known += variant.name;
-    }
-    throw std::invalid_argument("no CRC32C variant '" + name + "' on this CPU; there are: " + known);
+    return variant_named(crc32c_variants(), name, "CRC32C");
 }
 
 std::uint32_t crc32c(const void* data, std::size_t nbytes, std::uint32_t seed) {
