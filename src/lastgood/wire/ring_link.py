@@ -105,10 +105,16 @@ def listen_ring(host: str, port: int = 0) -> socket.socket:
 
 
 def connect_ring(
-    own: Hello, listener: socket.socket, next_address: str, token: bytes, timeout_s: float
+    own: Hello,
+    listener: socket.socket,
+    next_address: str,
+    token: bytes,
+    timeout_s: float,
+    greeting: bytes = RING_GREETING,
 ) -> tuple[Link, Link]:
     """Connect to the next rank while waiting for the previous one. Returns (previous, next).
 
+    `greeting` tells one protocol over such links from another.
     Raises WaitTimeout if one does not come within `timeout_s`, MismatchError if it is of another job, epoch or
     layout, or does not know the token, CorruptCheckpoint if the next one's answer is none, ConfigError for what is
     no address, HostError if this machine cannot wait at `listener` any more.
@@ -117,11 +123,11 @@ def connect_ring(
     parse_address(next_address)
     given_up = threading.Event()
     with ThreadPoolExecutor(1, "ring-accept") as pool, ExitStack() as failed:
-        accepted = pool.submit(_accept, own, listener, token, deadline, timeout_s, given_up)
+        accepted = pool.submit(_accept, own, listener, token, greeting, deadline, timeout_s, given_up)
         # The accepting thread does not outlast this call, nor does its connection.
         failed.callback(accepted.add_done_callback, _close_accepted)
         failed.callback(given_up.set)
-        following = _connect(own, next_address, token, deadline, timeout_s)
+        following = _connect(own, next_address, token, greeting, deadline, timeout_s)
         failed.callback(following.wire.close)
         previous = accepted.result()
         failed.pop_all()
@@ -133,7 +139,7 @@ def _close_accepted(accepted: Future[Link]) -> None:
         accepted.result().wire.close()
 
 
-def _connect(own: Hello, address: str, token: bytes, deadline: float, timeout_s: float) -> Link:
+def _connect(own: Hello, address: str, token: bytes, greeting: bytes, deadline: float, timeout_s: float) -> Link:
     """The next rank may not be there yet, nor a switch's other side: until then connections are refused or closed."""
     rank = (own.rank + 1) % own.ranks
     other = f"rank {rank} ({address})"
@@ -146,7 +152,7 @@ def _connect(own: Hello, address: str, token: bytes, deadline: float, timeout_s:
         else:
             wire = Wire(connection, other, left)
             try:
-                prove_trainer(wire, token, RING_GREETING)
+                prove_trainer(wire, token, greeting)
                 wire.send_message(**own.content())
                 name = _check_answer(wire.receive_message("the next rank's answer"), rank, address, other)
                 wire.timeout_s = timeout_s
@@ -171,7 +177,13 @@ def _check_answer(content: dict[str, Any], rank: int, address: str, other: str) 
 
 
 def _accept(
-    own: Hello, listener: socket.socket, token: bytes, deadline: float, timeout_s: float, given_up: threading.Event
+    own: Hello,
+    listener: socket.socket,
+    token: bytes,
+    greeting: bytes,
+    deadline: float,
+    timeout_s: float,
+    given_up: threading.Event,
 ) -> Link:
     previous = (own.rank - 1) % own.ranks
     refused = "nobody connected"
@@ -182,7 +194,9 @@ def _accept(
         _log.warning("%s", line)
 
     try:
-        with Gate(listener, lambda other: _hear_hello(other, token), f"rank {own.rank}'s ring port", note) as gate:
+        with Gate(
+            listener, lambda other: _hear_hello(other, token, greeting), f"rank {own.rank}'s ring port", note
+        ) as gate:
             while not given_up.is_set() and (left := deadline - time.monotonic()) > 0:
                 link = None
                 for guest in gate.step(min(left, _LOOK_S)):
@@ -197,8 +211,8 @@ def _accept(
     raise WaitTimeout(f"waited {timeout_s:g} s for rank {previous} to connect to this rank {own.rank}; {refused}")
 
 
-def _hear_hello(other: str, token: bytes) -> Handshake[Hello]:
-    yield from peer_handshake(other, token, RING_GREETING)
+def _hear_hello(other: str, token: bytes, greeting: bytes) -> Handshake[Hello]:
+    yield from peer_handshake(other, token, greeting)
     return parse_hello((yield from message_step(other, "the previous rank's hello")), other)
 
 
