@@ -8,7 +8,9 @@ link's bytes stay nearly the same; with a fixed one they grow with the number of
 All records, a rank's own and those that it passes on, wait in one queue by iteration and layer (links.py), so that the
 first layer's block, which the next forward pass needs first, overtakes those of later layers on every link.
 
-One failure anywhere ends the exchange on all ranks: each tells both its neighbours, and those theirs.
+One failure anywhere ends the exchange on all ranks: each tells both its neighbours, and those theirs. A rank may have
+been given results then that another one lacks; none is given a part of one. What they have in common again is the
+last checkpoint that all ranks have.
 """
 
 from __future__ import annotations

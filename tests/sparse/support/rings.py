@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(len(calls)) as pool:
+    with ThreadPoolExecutor(max(1, len(calls))) as pool:
         return list(pool.map(caught, calls))
 
 
@@ -58,7 +58,10 @@ def exchanges(
     """One of each rank; closed at the end, all at once."""
     options = {"timeout_s": WAIT_S, "join_timeout_s": WAIT_S, **options}
     opened = together(
-        [partial(Exchange.open, layers, {"compressor": "topk"}, place=place, **options) for place in places(ranks, through)]
+        [
+            partial(Exchange.open, layers, {"compressor": "topk"}, place=place, **options)
+            for place in places(ranks, through)
+        ]
     )
     wrong = [one for one in opened if isinstance(one, Exception)]
     try:
@@ -69,7 +72,9 @@ def exchanges(
         together([one.close for one in opened if isinstance(one, Exchange)])
 
 
-def gradient(elements: int, count: int, seed: int, width: int = 1, dtype: torch.dtype = torch.float32) -> SparseGradient:
+def gradient(
+    elements: int, count: int, seed: int, width: int = 1, dtype: torch.dtype = torch.float32
+) -> SparseGradient:
     """Random places and values; another seed, others."""
     rng = np.random.default_rng(seed)
     blocks = -(-elements // width)
@@ -118,10 +123,8 @@ class Relay:
     def cut(self) -> None:
         """End both directions of both connections, as a cable that is pulled out at once shows itself."""
         for end in self._ends:
-            try:
+            with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def _serve(self) -> None:
         host, port = self._target.split(":")
