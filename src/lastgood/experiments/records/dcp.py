@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -55,8 +56,8 @@ _USD_OTHERS = 5e-6
 class DcpSpec(Spec):
     """One run: one state saved, loaded, or both, some times over, by all ranks together."""
 
-    CAME_LATER: ClassVar = ("medium",)
-    NOT_IN_CELL: ClassVar = {"repetition": True}
+    CAME_LATER: ClassVar[tuple[str, ...]] = ("medium",)
+    NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True}
 
     spec_version: Literal[1] = 1
     method: int = Field(default=DCP_METHOD, ge=1)
@@ -241,7 +242,7 @@ class DcpIteration(FrozenModel):
 class DcpRecord(Record[DcpSpec]):
     """One run, complete."""
 
-    NAME: ClassVar = "a record of DCP saves and loads"
+    NAME: ClassVar[str] = "a record of DCP saves and loads"
 
     place: str
     """The folder or URI that the checkpoints were in."""

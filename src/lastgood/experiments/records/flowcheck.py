@@ -6,8 +6,9 @@ One kind of measurement with parts: a spec holds the settings of exactly one, an
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -181,7 +182,7 @@ Settings = Annotated[
 class FlowcheckSpec(Spec):
     """One run of one part."""
 
-    NOT_IN_CELL: ClassVar = {"repetition": True, "seed": True}
+    NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True, "seed": True}
 
     spec_version: Literal[1] = 1
     method: int = Field(default=FLOWCHECK_METHOD, ge=1)
@@ -397,7 +398,7 @@ Result = Annotated[
 class FlowcheckRecord(Record[FlowcheckSpec]):
     """One run, complete."""
 
-    NAME: ClassVar = "a record of FlowCheck's figure"
+    NAME: ClassVar[str] = "a record of FlowCheck's figure"
 
     result: Result
 

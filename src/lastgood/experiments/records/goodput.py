@@ -7,9 +7,10 @@ needs (a process, the model's building, the system's start) is measured too, but
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,7 +30,7 @@ _MAX_FAILURES = 1000
 class GoodputSpec(Spec):
     """One measured goodput run: a run's settings, and the failures it lives through, all resolved."""
 
-    NOT_IN_CELL: ClassVar = {"run": {"repetition", "seed", "proof", "measured_steps"}}
+    NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"run": {"repetition", "seed", "proof", "measured_steps"}}
     """The last two mean nothing here."""
 
     spec_version: Literal[1] = 1
@@ -136,7 +137,7 @@ class Incarnation(FrozenModel):
 class GoodputRecord(Record[GoodputSpec]):
     """One measured goodput run, complete."""
 
-    NAME: ClassVar = "a goodput record"
+    NAME: ClassVar[str] = "a goodput record"
 
     state_bytes: int
     parameters: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,7 +23,7 @@ _Count = Annotated[int, Field(ge=1, le=64)]
 class OptimizerSpec(Spec):
     """One run: complete updates of a model's shape at every number of threads and of shadows."""
 
-    NOT_IN_CELL: ClassVar = {"repetition": True}
+    NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True}
 
     spec_version: Literal[1] = 1
     method: int = Field(default=OPTIMIZER_METHOD, ge=1)
@@ -80,7 +81,7 @@ class OptimizerPoint(FrozenModel):
 class OptimizerRecord(Record[OptimizerSpec]):
     """One run, complete."""
 
-    NAME: ClassVar = "a record of updates"
+    NAME: ClassVar[str] = "a record of updates"
 
     parameters: int
     points: list[OptimizerPoint]

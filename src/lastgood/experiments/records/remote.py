@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -48,7 +48,7 @@ _Count = Annotated[int, Field(ge=1, le=100_000)]
 class RemoteSpec(Spec):
     """One run: one part, all its ways in turn, with an S3 server of the run's own."""
 
-    NOT_IN_CELL: ClassVar = {"repetition": True}
+    NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True}
 
     spec_version: Literal[1] = 1
     method: int = Field(default=REMOTE_METHOD, ge=1)
@@ -153,7 +153,7 @@ class SentCheckpoint(FrozenModel):
 class RemoteRecord(Record[RemoteSpec]):
     """One run, complete. Of the three lists the one of its part is filled."""
 
-    NAME: ClassVar = "a record of remote checkpoints"
+    NAME: ClassVar[str] = "a record of remote checkpoints"
 
     server: str
     """The S3 server of the run's own."""

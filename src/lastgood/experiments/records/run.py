@@ -189,7 +189,7 @@ class Failure(FrozenModel):
 class RunRecord(Record[RunSpec]):
     """One run, complete."""
 
-    NAME: ClassVar = "a run record"
+    NAME: ClassVar[str] = "a run record"
 
     workload: WorkloadFacts
     clocks: Clocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,8 +30,8 @@ class RunSpec(Spec):
     Two specs that differ only in repetition or seed are repetitions of one *cell* and share a `variant`.
     """
 
-    CAME_LATER: ClassVar = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills")
-    NOT_IN_CELL: ClassVar = {"repetition": True, "seed": True, "proof": True}
+    CAME_LATER: ClassVar[tuple[str, ...]] = ("drain_each", "ranks", "nodes", "parallel", "shadows", "kills")
+    NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True, "seed": True, "proof": True}
 
     spec_version: Literal[1] = SPEC_VERSION
     machine: MachineLabel
