@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lastgood.checkpointers.attach.process_end import Endable, Ending
+from lastgood.checkpointers.attach.steppers import check_steppers
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made_options
 from lastgood.checkpointers.recovery.beginnings import Beginnings
@@ -346,6 +347,7 @@ class Checkpointer(Endable):
         # One that is dropped without close() leaves no hook in an optimizer that lives on.
         weakref.finalize(self, remove_all, self._hooks.handles).atexit = False
         try:
+            check_steppers(self.name, state, self._optimizers(), takes_gradients=self.traits.takes_gradients)
             self._hooks.see(self._optimizers())
             self._hold_directory()
             self._start()
