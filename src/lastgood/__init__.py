@@ -26,6 +26,7 @@ _HOMES = {
     "checkpointer_class": "lastgood.checkpointers.registry",
     "checkpointer_names": "lastgood.checkpointers.registry",
     "mirror_agent": "lastgood.mirror.agent.trainer",
+    "sparse": "lastgood",
     "state_digest": "lastgood.state",
 }
 

@@ -1,3 +1,4 @@
+from lastgood import sparse as sparse
 from lastgood.checkpointers.base import Checkpointer as Checkpointer
 from lastgood.checkpointers.baselines.none import NoCheckpointing as NoCheckpointing
 from lastgood.checkpointers.baselines.sync import SyncCheckpointer as SyncCheckpointer

@@ -36,11 +36,16 @@ else:
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package that offers names of other modules; `homes` has each name's module."""
+    """The ``__getattr__`` of a package that offers names of other modules; `homes` has each name's module.
+
+    A name whose home is the package itself is a module in it.
+    """
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if homes[name] == package:
+            return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(homes[name]), name)
 
     return find

@@ -1,0 +1,1 @@
+from lastgood.sparse.engine import Engine as Engine

@@ -1,0 +1,436 @@
+"""StellaTrain's engine: gradients leave as sparse blocks while the backward pass runs, and all ranks apply the same.
+
+A layer is one parameter. Its hook fires when its gradient is complete; a thread then adds the residual, compresses, and
+hands the block to the exchange, earliest layer first. `step` waits until all ranks' blocks are there, and applies them
+inside one call of the optimizer's own `step`, whose hooks a checkpointer waits in: no weight is written outside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from lastgood._lazy import torch
+from lastgood.errors import CheckpointError, ConfigError, MismatchError, StateError
+from lastgood.sparse.compressors import ValueType
+from lastgood.sparse.engine_state import FORMAT, check_engine, pack, spread, unpack
+from lastgood.sparse.layers import digest_of, find_layers
+from lastgood.sparse.optimizer import Mode, SparseOptimizer
+from lastgood.sparse.pipeline import Pipeline
+from lastgood.sparse.ranks import Ranks, ranks_of_torch
+from lastgood.sparse.schedule import Schedule, Task
+from lastgood.sparse.split import split
+from lastgood.state import Checked, NewWorld
+from lastgood.state.steppers import note_stepper
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger("lastgood")
+
+
+class Engine(Checked):
+    """Trains `model` by `optimizer` (torch's SGD, Adam or AdamW) on all ranks; each sends a part of its gradient.
+
+    ::
+
+        for batch in engine.batches(checkpointer.data):
+            engine.backward(loss(model, batch))
+            if engine.step():
+                checkpointer.step()
+
+    Give checkpointers `engine` and `engine.optimizer`, which is the optimizer itself. Do not call its `step`.
+
+    Args:
+        compression: the share of elements that is not sent; ranks send the rest together.
+        compressor: one of `lastgood.sparse.compressors.COMPRESSORS`.
+        staleness: 0: `step` applies what was sent in its own iteration. 1: what was sent in the one before, so that
+            the exchange lasts as long as the next iteration at no cost.
+        partial: with staleness 1, apply also what has arrived already of this iteration. Each rank sees by itself what
+            has, so a training does not repeat to the bit.
+        values: how values are sent; what rounding loses stays in the residual.
+        mode: what happens to elements that nobody sent, as `SparseOptimizer` says.
+        accumulate: how many parts `batches` makes of each batch, whose gradients are added up before they are sent.
+        buffers: what becomes of the model's buffers (BatchNorm's statistics): after each step all ranks get those of
+            the "first" one, as under DistributedDataParallel, or each keeps its "own".
+        error_feedback: False throws away what is not sent: for comparisons.
+        timeout_s: how long any wait for other ranks may last.
+        ranks: those of torch.distributed by default.
+
+    All ranks begin with rank 0's weights. Raises ConfigError for what cannot be trained so, MismatchError if ranks
+    do not train the same model in the same way, WaitTimeout.
+    """
+
+    saved_keys: ClassVar[tuple[str, ...]] = ("format", "iteration", "rank", "ranks", "settings", "layers", "in_flight")
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compression: float = 0.99,
+        compressor: str = "v16",
+        staleness: int = 1,
+        *,
+        partial: bool = False,
+        values: ValueType = "float32",
+        mode: Mode = "plain",
+        accumulate: int = 1,
+        buffers: Literal["first", "own"] = "first",
+        error_feedback: bool = True,
+        threads: int = 1,
+        seed: int = 0,
+        timeout_s: float = 30.0,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if staleness not in (0, 1) or (partial and staleness == 0):
+            raise ConfigError(f"staleness={staleness}, partial={partial}: staleness is 0 or 1, and partial needs 1")
+        if buffers not in ("first", "own"):
+            raise ConfigError(f"buffers={buffers!r}: choose first or own")
+        if accumulate < 1 or threads < 1 or not 0 <= compression < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"accumulate={accumulate}, threads={threads}, compression={compression}, timeout_s={timeout_s}: "
+                "the first two are at least 1, compression is at least 0 and below 1, and timeout_s is above 0"
+            )
+        self.optimizer = optimizer
+        """What checkpointers are given: the optimizer that was given."""
+        self._model = model
+        self._ranks = ranks_of_torch() if ranks is None else ranks
+        self._accumulate = accumulate
+        self._timeout_s = timeout_s
+        self._buffers = [one for _, one in model.named_buffers()] if buffers == "first" else []
+        self._sparse = SparseOptimizer(optimizer, mode=mode, threads=threads)
+        layers = find_layers(model, optimizer)
+        self._schedule = Schedule(len(layers), staleness, partial=partial)
+        self._settings = {
+            "compressor": compressor,
+            "staleness": staleness,
+            "partial": partial,
+            "mode": mode,
+            "values": values,
+            "optimizer": type(optimizer).__name__,
+        }
+        lines = [f"{name}={value}" for name, value in self._settings.items()]
+        lines += [f"compression={compression}", f"buffers={buffers}", f"error_feedback={error_feedback}"]
+        lines += [layer.line for layer in layers]
+        self._ranks.compare("the engine's settings and layers", lines, timeout_s)
+        self._begin_alike()
+        self._digest = digest_of([], lines)
+        self._pipeline = Pipeline(
+            layers,
+            self._ranks,
+            self._schedule,
+            compression=compression,
+            compressor=compressor,
+            values=values,
+            error_feedback=error_feedback,
+            threads=threads,
+            seed=seed,
+            timeout_s=timeout_s,
+        )
+        self._share, self._last = 1.0, True
+        """Of the batch, and whether its last part is the next one."""
+        self._passes = 0
+        """Backward passes since the last part of a batch."""
+        self._taking = self._stepping = False
+        self._broken: BaseException | None = None
+        self._compared = False
+        self._early = self._applied = 0
+        hook = weakref.WeakMethod(self._complete)
+        self._hooks = [
+            layer.parameter.register_post_accumulate_grad_hook(functools.partial(_call, hook, layer.number))
+            for layer in layers
+        ]
+        self._hooks.append(optimizer.register_step_pre_hook(functools.partial(_refuse_own_steps, weakref.ref(self))))
+        note_stepper(optimizer, self)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def batches(self, data: Iterable[Any]) -> Iterator[Any]:
+        """The batches of `data`, each in `accumulate` parts along the first dimension of its tensors.
+
+        Parts differ by one sample at most, and a batch of fewer samples has fewer parts.
+        """
+        for batch in data:
+            parts = split(batch, self._accumulate)
+            for number, (part, share) in enumerate(parts):
+                self._share, self._last = share, number == len(parts) - 1
+                passes = self._passes
+                yield part
+                if not self._last and self._passes != passes + 1:
+                    raise CheckpointError("a part of a batch needs one engine.backward(loss)")
+        self._share, self._last = 1.0, True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """In place of ``loss.backward()``: gradients that are complete leave while it runs.
+
+        `loss` is the mean over a batch, or over the part of one that `batches` gave.
+        """
+        self._refuse_broken()
+        self._begin()
+        if self._taking:
+            raise CheckpointError("engine.backward() twice before engine.step(); add the losses, or use accumulate=")
+        self._passes += 1
+        self._taking = self._last
+        try:
+            (loss if self._share == 1.0 else loss * self._share).backward()
+        except BaseException as error:
+            self._break(error)
+            raise
+        if self._last:
+            self._ranks.tell_first(f"buffers/{self._schedule.iteration}", self._buffers)
+
+    def step(self) -> bool:
+        """In place of ``optimizer.step()`` and ``zero_grad()``: whether the batch was complete, and so weights changed.
+
+        Raises what the exchange says of a rank that is lost (the engine is of no use then: go on from a checkpoint),
+        and WaitTimeout.
+        """
+        self._refuse_broken()
+        if not self._passes:
+            raise CheckpointError("engine.step() without engine.backward(loss) before it")
+        if not self._taking:
+            return False
+        try:
+            self._step()
+        except BaseException as error:
+            self._break(error)
+            raise
+        return True
+
+    def finish(self) -> None:
+        """Apply what is in flight, and bring every element up to date: before an evaluation or the training's end.
+
+        All ranks must call it at the same place.
+        """
+        self._refuse_broken()
+        if not self._schedule.idle or self._passes:
+            raise CheckpointError("engine.finish() between backward() and step()")
+        try:
+            self._pipeline.wait_for(self._schedule.in_flight())
+            self._update(self._finish)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def close(self) -> None:
+        """Give back threads, hooks and connections. Safe to call twice."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._pipeline.close()
+        self._broken = self._broken or CheckpointError("the engine is closed")
+
+    def facts(self) -> dict[str, Any]:
+        """What was sent and waited for, for records and tables."""
+        facts = getattr(self._pipeline.exchange, "facts", None)
+        return {
+            "iteration": self._schedule.iteration,
+            "waited_s": self._pipeline.waited_s,
+            "early_share": self._early / max(1, self._applied),
+            "not_finite": {side.layer.name: side.not_finite for side in self._pipeline.sides if side.not_finite},
+            "exchange": None if facts is None else facts(),
+        }
+
+    # -- the state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, compressors, the sparse optimizer's counters, and what is in flight, which is waited for.
+
+        Tensors are the engine's own, not copies. Raises StateError in the middle of an iteration, and what a lost rank
+        leads to.
+        """
+        if self._broken is not None:
+            raise StateError(f"the sparse engine stopped in iteration {self._schedule.iteration}: {self._broken}")
+        if not self._schedule.idle or self._passes:
+            raise StateError(
+                "a checkpoint between engine.backward() and the end of engine.step(); save only if step() returned True"
+            )
+        blocks = self._pipeline.in_flight()
+        return {
+            "format": FORMAT,
+            "iteration": self._schedule.iteration,
+            "rank": self._ranks.rank,
+            "ranks": self._ranks.ranks,
+            "settings": dict(self._settings),
+            "layers": {
+                side.layer.name: {
+                    "residual": side.residual,
+                    "compressor": side.compressor.state_dict(),
+                    "not_finite": side.not_finite,
+                }
+                for side in self._pipeline.sides
+            },
+            "optimizer": self._sparse.state_dict(),
+            "in_flight": pack(blocks, self._pipeline.shapes, self._ranks.ranks) if self._schedule.staleness else None,
+        }
+
+    def check_saved(self, saved: Any, path: str) -> None:
+        """Refuse another model, compressor, optimizer or staleness. Another compression is no other training."""
+        check_engine(saved, self._settings, self._pipeline.shapes, path)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, before the first backward pass.
+
+        Raises MismatchError, CorruptCheckpoint, CheckpointError.
+        """
+        self._refuse_late()
+        self.check_saved(state, "engine")
+        place, own = (state["rank"], state["ranks"]), (self._ranks.rank, self._ranks.ranks)
+        if place != own:
+            raise MismatchError(
+                f"engine: the checkpoint is that of rank {place[0]} of {place[1]}, and this is rank {own[0]} of "
+                f"{own[1]}; each rank goes on from its own (from another number of ranks by PCcheck's resume_from)"
+            )
+        flying = {} if state["in_flight"] is None else unpack(state["in_flight"], self._pipeline.shapes, "engine")
+        iteration = int(state["iteration"])
+        tasks = {Task(iteration - 1, number): blocks for number, blocks in flying.items()}
+        self._schedule.restore(iteration, list(tasks))
+        for side in self._pipeline.sides:
+            held = state["layers"][side.layer.name]
+            side.residual.copy_(held["residual"])
+            side.compressor.load_state_dict(held["compressor"])
+            side.not_finite = int(held["not_finite"])
+        self._sparse.load_state_dict(state["optimizer"])
+        self._pipeline.restore(tasks, self._ranks.rank)
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
+        """Go on from what all ranks of a checkpoint had, with another number of ranks; `spread` has the rule.
+
+        Raises as `load_state_dict`.
+        """
+        self._refuse_late()
+        for before, state in enumerate(states):
+            self.check_saved(state, f"engine of rank {before}")
+        if len(states) == self._ranks.ranks:
+            self.load_state_dict(states[self._ranks.rank])
+            return
+        rank, ranks = self._ranks.rank, self._ranks.ranks
+        residuals = spread(states, self._pipeline.shapes, rank, ranks, f"step {world.step}")
+        like = states[rank % len(states)]  # whose thresholds it takes
+        self._schedule.restore(int(like["iteration"]), [])
+        for side in self._pipeline.sides:
+            held = like["layers"][side.layer.name]
+            side.residual.copy_(residuals[side.layer.name])
+            side.compressor.load_state_dict(held["compressor"])
+            side.not_finite = int(held["not_finite"])
+        self._sparse.load_state_dict(like["optimizer"])
+        self._pipeline.restore({}, rank)
+
+    def _refuse_late(self) -> None:
+        self._refuse_broken()
+        if self._compared:
+            raise CheckpointError("a sparse engine goes on from a checkpoint before its first backward pass only")
+
+    # -- one iteration -------------------------------------------------------------------------------------------------
+
+    def _begin_alike(self) -> None:
+        """Begin with rank 0's weights and buffers, as DistributedDataParallel does."""
+        tensors = [*self._model.parameters(), *self._buffers]
+        if len(set(self._ranks.gather("weights", digest_of(tensors), self._timeout_s))) > 1:
+            self._ranks.of_first("first weights", tensors, self._timeout_s)
+
+    def _begin(self) -> None:
+        """Before the first backward pass: a checkpoint may have been restored since this was made."""
+        if self._compared:
+            return
+        # Buffers were changed by a forward pass already.
+        digest = digest_of(side.layer.parameter for side in self._pipeline.sides)
+        line = f"weights before iteration {self._schedule.iteration}: {digest}"
+        self._ranks.compare("the first iteration", [line], self._timeout_s)
+        elements = [shape.elements for shape in self._pipeline.shapes]
+        self._pipeline.exchange = self._ranks.open(elements, self._digest, self._timeout_s)
+        self._compared = True
+
+    def _complete(self, number: int) -> None:
+        """The gradient of a layer is complete; called in the backward pass."""
+        if not self._taking:
+            return
+        if number not in self._schedule.missing():
+            name = self._pipeline.sides[number].layer.name
+            raise ConfigError(
+                f"{name} got a gradient twice in one backward pass (reentrant activation "
+                "checkpointing?); use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._pipeline.begin(number)
+
+    def _step(self) -> None:
+        schedule, iteration = self._schedule, self._schedule.iteration
+        for number in schedule.missing():
+            self._pipeline.begin(number)
+        self._pipeline.wait_compressed()
+        for side in self._pipeline.sides:
+            side.layer.parameter.grad = None
+        due = schedule.due()
+        self._pipeline.wait_for(due)
+        self._ranks.hear_first(f"buffers/{iteration}", self._buffers, self._timeout_s)
+        self._update(lambda: self._apply(due))
+        schedule.end()
+        # All ranks have sent what this step applied, so they have heard the buffers of the iteration before that.
+        self._ranks.forget_first(f"buffers/{iteration - 1 - schedule.staleness}", self._buffers)
+        self._passes, self._taking = 0, False
+
+    def _update(self, write: Any) -> None:
+        """Write weights inside the optimizer's step: its hooks are called, and it finds no gradients of its own."""
+
+        def closure() -> float:
+            with torch.no_grad():
+                write()
+            return 0.0
+
+        self._stepping = True
+        try:
+            self.optimizer.step(closure)
+        finally:
+            self._stepping = False
+
+    def _apply(self, due: Sequence[Task]) -> None:
+        for task in due:
+            self._schedule.apply(task)
+            self._apply_one(task)
+        for task in self._schedule.early(self._pipeline.arrived()):
+            self._schedule.apply(task)
+            self._apply_one(task)
+            self._early += 1
+
+    def _apply_one(self, task: Task) -> None:
+        layer, gathered = self._pipeline.sides[task.layer].layer, self._pipeline.take(task)
+        self._applied += 1
+        if gathered is None:
+            _log.warning(
+                "sparse: the gradient of %s was not finite in iteration %d; no rank applies it",
+                layer.name,
+                task.iteration,
+            )
+        elif any(len(one.indices) for one in gathered):
+            self._sparse.apply(layer.parameter, gathered, iteration=task.iteration, scale=1.0 / self._ranks.ranks)
+
+    def _finish(self) -> None:
+        for task in self._schedule.flush():
+            self._apply_one(task)
+        self._sparse.catch_up(self._schedule.iteration - 1)
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise CheckpointError(
+                f"the engine stopped in iteration {self._schedule.iteration} and cannot go on; restart from a "
+                f"checkpoint: {type(self._broken).__name__}: {self._broken}"
+            ) from self._broken
+
+    def _break(self, error: BaseException) -> None:
+        """Residuals and blocks of the present iteration are half made: nothing may go on from them, nor be saved."""
+        self._broken = self._broken or error
+
+
+def _call(method: weakref.WeakMethod[Any], number: int, parameter: torch.Tensor) -> None:
+    del parameter
+    found = method()
+    if found is not None:
+        found(number)
+
+
+def _refuse_own_steps(engine: weakref.ref[Engine], *given: Any) -> None:
+    del given
+    found = engine()
+    if found is not None and not found._stepping:
+        raise CheckpointError("this optimizer's steps are made by the engine: call engine.step() instead of its step()")

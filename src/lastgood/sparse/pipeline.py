@@ -1,0 +1,172 @@
+"""A rank's layers on their way: from a complete gradient through compressor and exchange to all ranks' blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from lastgood._lazy import torch
+from lastgood.sparse.blocks import SparseGradient
+from lastgood.sparse.compressors import Compressor, ValueType, keep_count, make_compressor
+from lastgood.sparse.engine_state import LayerShape, most_bytes
+from lastgood.sparse.layers import Layer, flat_gradient
+from lastgood.sparse.ranks import Gathers, Ranks
+from lastgood.sparse.schedule import Schedule, Task
+from lastgood.sparse.tasks import Tasks, results
+
+__all__ = ["Pipeline", "Side"]
+
+
+class Side:
+    """What this rank holds of one layer."""
+
+    def __init__(self, layer: Layer, compressor: Compressor, count: int, values_type: torch.dtype) -> None:
+        self.layer = layer
+        self.compressor = compressor
+        self.count = count
+        self.values_type = values_type
+        self.residual = torch.zeros(layer.parameter.numel(), dtype=torch.float32, device="cpu")
+        self.not_finite = 0
+        """Iterations in which some rank's gradient was not finite."""
+
+    def nothing(self) -> SparseGradient:
+        """What is sent of a layer that no loss used; its residual waits for the next time."""
+        values = torch.empty(0, dtype=self.values_type, device="cpu")
+        return SparseGradient(self.compressor.elements, self.compressor.width, np.empty(0, np.uint32), values)
+
+
+class Pipeline:
+    """All layers of this rank. Used in the training's thread; `threads` of its own compress.
+
+    `begin` and `wait_compressed` in each iteration, then `wait_for` and `take` of what the schedule says. Residuals
+    change between the two first, and in nothing else here. `timeout_s` is the limit of waits for other ranks.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        ranks: Ranks,
+        schedule: Schedule,
+        *,
+        compression: float,
+        compressor: str,
+        values: ValueType,
+        error_feedback: bool,
+        threads: int,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        self._schedule = schedule
+        self._error_feedback = error_feedback
+        self._timeout_s = timeout_s
+        self.sides = [
+            Side(
+                layer,
+                make_compressor(
+                    compressor,
+                    layer.parameter.numel(),
+                    seed=(seed * len(layers) + layer.number) * ranks.ranks + ranks.rank,
+                    values=values,
+                    threads=threads,
+                ),
+                keep_count(layer.parameter.numel(), compression, ranks.ranks),
+                getattr(torch, values),
+            )
+            for layer in layers
+        ]
+        self.shapes = [
+            LayerShape(
+                side.layer.name,
+                side.residual.numel(),
+                most_bytes(side.compressor, side.count, side.values_type.itemsize),
+            )
+            for side in self.sides
+        ]
+        self.waited_s = 0.0
+        """For other ranks' blocks, so far."""
+        self.exchange: Gathers | None = None
+        self._tasks = Tasks(threads, "sparse-compress")
+        self._compressing: dict[Task, Future[SparseGradient]] = {}
+        self._sent: dict[Task, SparseGradient] = {}
+        self._gathered: dict[Task, Future[list[SparseGradient]]] = {}
+
+    def begin(self, number: int) -> None:
+        """The gradient of a layer is complete, or will not come in this iteration."""
+        side, exchange = self.sides[number], self.exchange
+        assert exchange is not None, "connected before the first backward pass"
+        gradient = None if side.layer.parameter.grad is None else flat_gradient(side.layer)
+        task = self._schedule.begin(number)
+
+        def work() -> SparseGradient:
+            sparse = self._compressed(side, gradient)
+            self._gathered[task] = exchange.submit(*task, sparse)
+            return sparse
+
+        self._compressing[task] = self._tasks.submit(task, work)
+
+    def _compressed(self, side: Side, gradient: torch.Tensor | None) -> SparseGradient:
+        if gradient is None:
+            return side.nothing()
+        sparse = side.compressor.compress(gradient, side.residual, side.count)
+        if not self._error_feedback:
+            side.residual.zero_()
+        return sparse
+
+    def wait_compressed(self) -> None:
+        """Return when everything that was begun is on its way: gradients are not needed any more."""
+        what = f"the compressors of iteration {self._schedule.iteration}"
+        sparse = results(self._compressing.values(), self._timeout_s, what)
+        self._sent.update(zip(self._compressing, sparse, strict=True))
+        self._compressing.clear()
+
+    def wait_for(self, tasks: Sequence[Task]) -> None:
+        """Return when all ranks' blocks of these are here. Raises what the exchange raises, and WaitTimeout."""
+        if not tasks:
+            return
+        before = time.perf_counter()
+        what = f"all ranks' blocks of iteration {tasks[0].iteration}"
+        # The exchange has a limit of its own, and says more; this one is for an exchange that hangs.
+        results([self._gathered[task] for task in tasks], 2 * self._timeout_s, what)
+        self.waited_s += time.perf_counter() - before
+
+    def arrived(self) -> list[Task]:
+        """What has come from all ranks, and was not taken."""
+        return [task for task, future in self._gathered.items() if future.done()]
+
+    def take(self, task: Task) -> list[SparseGradient] | None:
+        """All ranks' blocks of a task, in rank order; None if some rank's gradient was not finite.
+
+        In that case no rank may apply it, and what this rank sent is in its residual again.
+        """
+        side = self.sides[task.layer]
+        gathered, sent = self._gathered.pop(task).result(), self._sent.pop(task)
+        if all(one.finite for one in gathered):
+            return gathered
+        side.not_finite += 1
+        if sent.finite and self._error_feedback:
+            side.compressor.give_back(sent, side.residual)
+        return None
+
+    def in_flight(self) -> dict[int, list[SparseGradient]]:
+        """By layer, all ranks' blocks of what was sent and not taken, which is waited for."""
+        tasks = self._schedule.in_flight()
+        self.wait_for(tasks)
+        return {task.layer: self._gathered[task].result() for task in tasks}
+
+    def restore(self, in_flight: Mapping[Task, list[SparseGradient]], rank: int) -> None:
+        """Go on with this in flight."""
+        self._sent = {task: blocks[rank] for task, blocks in in_flight.items()}
+        self._gathered = {}
+        for task, blocks in in_flight.items():
+            self._gathered[task] = Future()
+            self._gathered[task].set_result(blocks)
+
+    def close(self) -> None:
+        """End threads and exchange. Safe to call twice."""
+        self._tasks.close()
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.close()

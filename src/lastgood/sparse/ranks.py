@@ -1,0 +1,171 @@
+"""Who takes part in a training: one process for each node, what they tell each other at its beginning, and buffers."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from lastgood._lazy import torch
+from lastgood.errors import ConfigError, MismatchError, WaitTimeout
+from lastgood.sparse.blocks import SparseGradient
+from lastgood.sparse.exchange import Exchange
+from lastgood.world import world_of_torch
+
+__all__ = ["Alone", "Gathers", "Ranks", "ranks_of_torch"]
+
+_PART_BYTES = 1 << 20
+"""Of one value of the store."""
+_made = itertools.count()
+
+
+class Gathers(Protocol):
+    """What brings together the blocks of all ranks."""
+
+    def submit(self, iteration: int, layer: int, sparse: SparseGradient) -> Future[list[SparseGradient]]:
+        """Send this rank's block; the future has those of all ranks, in their order."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Alone:
+    """The exchange of a training of one rank."""
+
+    def submit(self, iteration: int, layer: int, sparse: SparseGradient) -> Future[list[SparseGradient]]:
+        """What was sent is what there is."""
+        del iteration, layer
+        future: Future[list[SparseGradient]] = Future()
+        future.set_result([sparse])
+        return future
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Ranks:
+    """This rank among `ranks`, and the key-value store (torch.distributed's) through which they meet.
+
+    Every rank makes its engines in the same order: what they tell each other goes by the number of the engine.
+    """
+
+    def __init__(self, rank: int, ranks: int, store: Any = None, name: str | None = None) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.host = socket.gethostname()
+        self._store = None
+        if ranks > 1:
+            from torch.distributed.distributed_c10d import PrefixStore
+
+            self._store = PrefixStore(f"lastgood/sparse/{next(_made) if name is None else name}", store)
+
+    def open(self, layers: Sequence[int], digest: str, timeout_s: float) -> Gathers:
+        """Connect the ranks, whose layers have so many elements, and whose settings have this digest."""
+        if self._store is None:
+            return Alone()
+        return Exchange.open(layers, {"settings": digest}, timeout_s=timeout_s)
+
+    def gather(self, what: str, own: str, timeout_s: float) -> list[str]:
+        """Tell all ranks `own`, and hear of each of them, in rank order; all must call it. Raises WaitTimeout."""
+        if self._store is None:
+            return [own]
+        self._store.set(f"{what}/{self.rank}", own)
+        deadline = time.monotonic() + timeout_s
+        return [self._get(f"{what}/{rank}", rank, deadline, timeout_s).decode() for rank in range(self.ranks)]
+
+    def compare(self, what: str, own: Sequence[str], timeout_s: float) -> None:
+        """Raise MismatchError, naming both sides, unless all ranks give the same lines.
+
+        WaitTimeout if one does not come.
+        """
+        digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+        theirs = self.gather(f"{what} digest", digest, timeout_s)
+        if len(set(theirs)) == 1:
+            return
+        # All see the same digests, so all come here, and say which line it is.
+        everyone = [text.split("\n") for text in self.gather(what, "\n".join(own), timeout_s)]
+        for rank, lines in enumerate(everyone):
+            for number, (first, other) in enumerate(itertools.zip_longest(everyone[0], lines)):
+                if first != other:
+                    raise MismatchError(
+                        f"{what}: line {number} of rank 0 is {first!r}, and that of rank {rank} is {other!r}; all "
+                        "ranks must train the same model in the same way"
+                    )
+
+    def of_first(self, what: str, own: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Give all ranks the values that these tensors have on rank 0: `tell_first`, and `hear_first` on the others."""
+        self.tell_first(what, own)
+        self.hear_first(what, own, timeout_s)
+
+    def tell_first(self, what: str, own: Sequence[torch.Tensor]) -> None:
+        """On rank 0: put these tensors' values where the others get them."""
+        if self._store is None or self.rank or not own:
+            return
+        values = _joined(own)
+        for part, begin in enumerate(range(0, values.numel(), _PART_BYTES)):
+            self._store.set(f"{what}/{part}", values[begin : begin + _PART_BYTES].numpy().tobytes())  # type: ignore[arg-type]  # bytes are kept as they are
+
+    def hear_first(self, what: str, own: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """On all ranks but 0: overwrite these tensors with what `tell_first` told. Raises WaitTimeout."""
+        if self._store is None or not self.rank or not own:
+            return
+        deadline = time.monotonic() + timeout_s
+        size = sum(tensor.nbytes for tensor in own)
+        texts = [self._get(f"{what}/{part}", 0, deadline, timeout_s) for part in range(-(-size // _PART_BYTES))]
+        values = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+        if values.numel() != size:
+            raise MismatchError(f"{what}: rank 0 told {values.numel()} bytes, and rank {self.rank} has {size}")
+        begin = 0
+        with torch.no_grad():
+            for tensor in own:
+                held = values[begin : begin + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
+                tensor.copy_(held)
+                begin += tensor.nbytes
+
+    def forget_first(self, what: str, own: Sequence[torch.Tensor]) -> None:
+        """On rank 0: take away what `tell_first` told, which all have got."""
+        if self._store is None or self.rank or not own:
+            return
+        for part in range(-(-sum(tensor.nbytes for tensor in own) // _PART_BYTES)):
+            self._store.delete_key(f"{what}/{part}")
+
+    def _get(self, key: str, rank: int, deadline: float, timeout_s: float) -> bytes:
+        assert self._store is not None
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:  # torch's own, of several classes
+            raise WaitTimeout(f"waited {timeout_s:g} s for {key!r} of rank {rank}: {error}") from error
+        found: bytes = self._store.get(key)
+        return found
+
+
+def ranks_of_torch() -> Ranks:
+    """Those of torch.distributed, one process for each node; one rank without it. Raises ConfigError."""
+    rank, ranks = world_of_torch()
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1 and asked > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {asked}, and torch.distributed is not initialised; call "
+            'torch.distributed.init_process_group("gloo") before the engine is made'
+        )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks > 1 and local > 1:
+        raise ConfigError(
+            f"{local} processes on this node (LOCAL_WORLD_SIZE): the sparse engine takes one process for each node so "
+            "far; start one, as torchrun --nproc-per-node 1"
+        )
+    if ranks == 1:
+        return Ranks(0, 1)
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return Ranks(rank, ranks, _get_default_store())
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
