@@ -29,6 +29,17 @@ MANY = 100_000
 SILENCE_S = 300.0
 """Of the process, until it counts as stuck: it tells after each `BATCH`."""
 BATCH = 500
+MIRRORED = (
+    "pcap file",
+    "pcapng file",
+    "kernel's block",
+    "ring of frames",
+    "mirrored Gloo",
+    "mirrored NCCL sockets",
+    "RoCEv2 frames",
+)
+"""Parsers of what a mirror node sees, and readers of captures."""
+MIRRORED_S = 600.0
 FIRST = int(os.environ.get("LASTGOOD_FUZZ_SEED", "0"))
 NATIVE_ONLY = "LASTGOOD_SANITIZED" in os.environ
 ROOT = Path(__file__).parents[2]
@@ -130,6 +141,20 @@ def test_very_many_hostile_inputs(child: Child, name: str) -> None:
     if child.read(name, 0, None)["absent"]:
         pytest.skip("what writes such files is not installed")
     check(child, name, FIRST + EVERY_DAY, counts(MANY)[name])
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(7200)
+def test_ten_minutes_of_mirrored_traffic(child: Child) -> None:
+    """All of them in turns, with inputs that no other test has."""
+    read = dict.fromkeys(MIRRORED, 0)
+    end = time.monotonic() + MIRRORED_S
+    while time.monotonic() < end:
+        for name in MIRRORED:
+            found = child.read(name, FIRST + EVERY_DAY + MANY + read[name], BATCH // 5)
+            assert not found["faults"], "\n".join(found["faults"])
+            read[name] += BATCH // 5
+    print(f"read: {read}")
 
 
 def test_there_are_as_many_as_promised() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from lastgood.mirror.streams.gloo import GlooParser
 from lastgood.mirror.streams.native import NativeGlooParser
+from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
 from tests.fuzz.support.hostile import changed_bytes
 from tests.fuzz.support.registry import Prepared, decoder
-from tests.mirror.support.frames import Captured
-from tests.mirror.support.gloo_wire import Line, random_script
+from tests.mirror.support.frames import Captured, read
+from tests.mirror.support.gloo_wire import Line, Script, Turn, random_script
 from tests.mirror.support.twins import compare
 
 
@@ -47,3 +48,31 @@ def mirrored_gloo(frames: list[bytes], folder: Path) -> Prepared:
         compare(GlooParser(), NativeGlooParser(), captured, 16)
 
     return sum(map(len, frames)), read
+
+
+def socket_samples() -> list[list[bytes]]:
+    """Connections of NCCL's, each a set of one control socket: sizes, and payloads of both protocols."""
+    found = []
+    for seed in range(6):
+        rng = random.Random(seed)
+        content = bytearray((0x564AB9F2FC4B9D6C).to_bytes(8, "little") + (3).to_bytes(4, "little") + b"\0")
+        for step in range(1, 9):
+            count = rng.choice([0, 1, 8, 90])
+            payload = rng.randbytes(4 * count)
+            if seed % 2:  # LL: a flag after every 4 bytes
+                flag = step.to_bytes(4, "little")
+                payload = b"".join(payload[at : at + 4] + flag for at in range(0, len(payload), 4))
+            content += len(payload).to_bytes(4, "little") + payload
+        script = Script([Turn(0, bytes(content[:13])), Turn(0, bytes(content[13:]))])
+        found.append([frame.content for frame in Line(script, seed).frames()])
+    return found
+
+
+@decoder("mirrored NCCL sockets", socket_samples, change=changed_frames, share=0.3, native=True)
+def mirrored_sockets(frames: list[bytes], folder: Path) -> Prepared:
+    captured = [Captured(frame, at) for at, frame in enumerate(frames)]
+
+    def parse() -> int:
+        return len(read(NcclSocketParser(), captured, 16).all)
+
+    return sum(map(len, frames)), parse

@@ -49,13 +49,18 @@ class Resync:
                 return None
             found = self._read(self._folder, self._tried)
             if found is None:
+                if self._tried is None:
+                    self._tell(f"{self._folder} holds no checkpoint yet that `lastgood export` reads")
                 return None
             step, tree = found
             given = given_state(layout, tree, step, f"{self._folder}, step {step}")
             self._tried = step
             return given
         except (LastgoodError, OSError) as error:
-            if str(error) != self._said:
-                self._said = str(error)
-                _log.warning("resync: %s", error)
+            self._tell(str(error))
             return None
+
+    def _tell(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            _log.warning("resync: %s", text)
