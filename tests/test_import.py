@@ -30,6 +30,7 @@ FLOORS = [
         "mirror.job mirror.setup mirror.streams",
         "mirror.conversation",
         "mirror.extract mirror.generate",
+        "mirror.handover",
         "mirror.node",
         "sparse",
         "checkpointers.traits checkpointers.rank_directory checkpointers.torch_files",

@@ -37,6 +37,8 @@ MIRRORED = (
     "mirrored Gloo",
     "mirrored NCCL sockets",
     "RoCEv2 frames",
+    "parsed messages",
+    "extracted messages",
 )
 """Parsers of what a mirror node sees, and readers of captures."""
 MIRRORED_S = 600.0

@@ -8,7 +8,7 @@ import torch
 from lastgood.checkpointers.flowcheck.options import FlowCheckOptions
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.checkpointers.shadows.restore import read_token
-from lastgood.cli import mirror_run
+from lastgood.cli import _mirror_node, mirror_run
 from lastgood.errors import CheckpointError
 from lastgood.mirror.job.describe import describe
 from lastgood.mirror.job.factory import Training
@@ -68,5 +68,5 @@ def test_a_mirror_node_takes_an_interface_or_a_file(tmp_path):
 
 @follows("neither an address, nor a node of the testbed, nor a name that this machine knows")
 def test_a_watched_host_is_an_address_or_a_known_name():
-    advice(refusal(lambda: mirror_run._address("no-such-host.invalid")), "neither an address")
-    assert mirror_run._address("10.0.0.1") == "10.0.0.1"
+    advice(refusal(lambda: _mirror_node.watched_addresses(["no-such-host.invalid"])), "neither an address")
+    assert _mirror_node.watched_addresses(["10.0.0.1"]) == ["10.0.0.1"]

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.cli import app
-from lastgood.cli.mirror_dump import _pin
+from lastgood.cli._mirror_stages import pin
 from lastgood.errors import ConfigError
 from lastgood.mirror.capture import dpdk
 from lastgood.mirror.capture.dpdk import DpdkPort, dpdk_program
@@ -96,9 +96,9 @@ def test_a_dump_takes_frames_from_one_place_into_a_new_file(capture: Path, tmp_p
 def test_a_dump_runs_on_a_core_that_there_is() -> None:
     before = os.sched_getaffinity(0)
     try:
-        message = refusal(lambda: _pin(1000))
+        message = refusal(lambda: pin(1000))
         core = int(advice(message, r"may use \[(\d+)"))
-        _pin(core)
+        pin(core)
         assert os.sched_getaffinity(0) == {core}
     finally:
         os.sched_setaffinity(0, before)

@@ -7,9 +7,11 @@ from lastgood.cli import (
     mirror_dump,
     mirror_generate,
     mirror_odds,
+    mirror_parse,
     mirror_run,
     mirror_setup,
     mirror_status,
+    mirror_update,
 )
 from lastgood.cli._app import App
 
@@ -23,6 +25,9 @@ app.command("commands")(mirror_setup.commands)
 app.command("dump")(mirror_dump.dump)
 app.command("generate")(mirror_generate.generate)
 app.command("odds")(mirror_odds.odds)
+app.command("parse")(mirror_parse.parse)
+app.command("extract")(mirror_parse.extract)
+app.command("update")(mirror_update.update)
 app.command("run")(mirror_run.run)
 app.command("status")(mirror_status.status)
 app.command("stop")(mirror_status.stop)

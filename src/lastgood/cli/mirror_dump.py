@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
 import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lastgood.cli._mirror_stages import Core, pin, print_line, stop_by_signal
 from lastgood.cli._output import console
 from lastgood.errors import ConfigError
 
@@ -51,7 +48,7 @@ def dump(
     keep: Annotated[Path | None, typer.Option(help="Also write all frames to this new pcapng file.")] = None,
     keep_size: Annotated[str, typer.Option(metavar="SIZE", help="At most so large.")] = "1GiB",
     own: Annotated[bool, typer.Option("--own/--no-own", help="Also frames that this host sends there.")] = True,
-    core: Annotated[int | None, typer.Option(help="Run on this processor core only.")] = None,
+    core: Core = None,
     seconds: Annotated[float | None, typer.Option(metavar="S", help="End after so long.")] = None,
     patience: Annotated[float, typer.Option(metavar="S", help="With --pcap: longest wait for the reader.")] = 60.0,
     report: Annotated[
@@ -93,9 +90,7 @@ def dump(
         needs["buffer of kept frames"] = KEEP_BUFFER_BYTES
     check_memory(needs)
     console.print(f"mirror dump: memory: {'; '.join(memory_lines(needs))}")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_by_signal()
     if seconds is not None:
         timer = threading.Timer(seconds, stop.set)
         timer.daemon = True
@@ -108,10 +103,10 @@ def dump(
         dpdk_program()
         with closing(RingWriter(path, sizes["ring"], ETHERNET)) as writer:
             console.print(f"mirror dump: frames of {dpdk} go to {path}; end it with Ctrl-C")
-            _print_line(run_dpdk(port, writer, stop, _printer(report) if report > 0 else None))
+            print_line(run_dpdk(port, writer, stop, _printer(report) if report > 0 else None))
         return
     if core is not None:
-        _pin(core)
+        pin(core)
     with ExitStack() as stack:
         source = stack.enter_context(closing(_source(interface or [], pcap, sizes["kernel"], sizes["block"], own)))
         kept = None if keep is None else stack.enter_context(closing(FrameKeeper(keep, sizes["keep"])))
@@ -123,7 +118,7 @@ def dump(
             )
         running = Dump(source, ring=filled, keep=kept, drop=pcap is None, patience_s=patience)
         running.run(stop, _printer(report) if report > 0 else None)
-        _print_line(running.counters())
+        print_line(running.counters())
         for why in (getattr(source, "damage", None), kept and kept.stopped):
             if why:
                 console.print(f"mirror dump: not all of it: {why}")
@@ -140,15 +135,6 @@ def _source(interfaces: list[str], pcap: Path | None, ring_bytes: int, block_byt
     return InterfaceSource(first, also=also, ring_bytes=ring_bytes, block_bytes=block_bytes, own_frames=own)
 
 
-def _pin(core: int) -> None:
-    try:
-        os.sched_setaffinity(0, {core})
-    except OSError as error:
-        raise ConfigError(
-            f"--core {core}: {error.strerror}; this process may use {sorted(os.sched_getaffinity(0))}"
-        ) from error
-
-
 def _printer(every_s: float) -> Callable[[dict[str, Any]], None]:
     import time
 
@@ -158,11 +144,6 @@ def _printer(every_s: float) -> Callable[[dict[str, Any]], None]:
         nonlocal due
         if time.monotonic() >= due:
             due = time.monotonic() + every_s
-            _print_line(found)
+            print_line(found)
 
     return print_when_due
-
-
-def _print_line(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import random
+from ctypes import string_at
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from lastgood.mirror.conversation.places import Buckets, Expect, Incarnation, Learned, LostStep, StepOpen
+from lastgood.mirror.extract.extractor import Extracted
+from lastgood.mirror.extract.slots import Filled, Gone
+from lastgood.mirror.handover.extracted import pack_extracted, unpack_extracted
+from lastgood.mirror.handover.parsed import pack_parsed, unpack_parsed
 from lastgood.mirror.streams.gloo import GlooParser
 from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
 from tests.fuzz.support.hostile import changed_bytes
 from tests.fuzz.support.registry import Prepared, decoder
-from tests.mirror.support.frames import Captured, read
+from tests.mirror.support.frames import Captured, batches, read
 from tests.mirror.support.gloo_wire import Line, Script, Turn, random_script
 from tests.mirror.support.twins import compare
 
@@ -76,3 +84,46 @@ def mirrored_sockets(frames: list[bytes], folder: Path) -> Prepared:
         return len(read(NcclSocketParser(), captured, 16).all)
 
     return sum(map(len, frames)), parse
+
+
+def parsed_messages() -> list[bytes]:
+    """What a parser's stage hands on: the parts of each message, joined."""
+    found = []
+    for seed in range(3):
+        frames = [Captured(frame.content, at) for at, frame in enumerate(Line(random_script(seed, 6), seed).frames())]
+        parser = NativeGlooParser()
+        for batch in batches(frames, 16):
+            found.append(b"".join(pack_parsed(parser.feed(batch), {"parse": parser.counters()})))
+    return found
+
+
+@decoder("parsed messages", parsed_messages, change=changed_bytes, share=0.5, native=True)
+def handed_messages(message: bytes, folder: Path) -> Prepared:
+    def unpack() -> Any:
+        parsed, _ = unpack_parsed(message, "a ring")
+        for piece in parsed.pieces:
+            string_at(int(piece["address"]), int(piece["nbytes"]))
+        return parsed
+
+    return len(message), unpack
+
+
+def extracted_messages() -> list[bytes]:
+    """What an extractor's stage hands on."""
+    expected = Expect(3, "gradient", 40, "float32", 2, 0)
+    events: list[Extracted] = [
+        Incarnation(0, True),
+        Learned(2, (("10.0.0.1", 0),)),
+        Buckets(1, ((1, 0), (2,)), True),
+        StepOpen(2),
+        expected,
+        Filled(expected, np.arange(40, dtype=np.uint8)),
+        Gone(expected, "lost"),
+        LostStep(2, "lost"),
+    ]
+    return [b"".join(pack_extracted(events[:count], {"extract": {"placed": 40}})) for count in (0, 4, 8)]
+
+
+@decoder("extracted messages", extracted_messages, change=changed_bytes, share=0.5)
+def handed_events(message: bytes, folder: Path) -> Prepared:
+    return len(message), lambda: unpack_extracted(message, "a ring")

@@ -18,7 +18,7 @@ from lastgood.mirror.job.describe import describe
 from lastgood.mirror.job.description import Backend
 from lastgood.mirror.node.node import MirrorNode
 from lastgood.mirror.node.settings import NodeSettings
-from lastgood.mirror.node.stages import conversation_for, parser_for
+from lastgood.mirror.node.stages import local_stages
 from lastgood.ports import free_ports
 from lastgood.units import MIB
 from tests.mirror.support.nccl_rank import make_cuda_training
@@ -70,13 +70,12 @@ def test_the_node_holds_the_trainers_state(kind: str, protocol: str, channels: i
     backend = Backend(kind="nccl", version=version(), protocol=protocol, channels=channels)  # type: ignore[arg-type]
     job = describe(make_cuda_training(kind, "cuda:0"), ranks=2, backend=backend, steps=2 * STEPS)
     ranks = start_ranks(tmp_path, kind, protocol, channels)
+    # Each frame of the loopback is seen twice: as it goes out, and as it comes in.
+    source = InterfaceSource("lo", own_frames=False, ring_bytes=512 * MIB)
     node = MirrorNode(
         job,
         tmp_path / "node",
-        # Each frame of the loopback is seen twice: as it goes out, and as it comes in.
-        InterfaceSource("lo", own_frames=False, ring_bytes=512 * MIB),
-        parser_for(job),
-        conversation_for(job, ["127.0.0.1"]),
+        local_stages(source, job, ["127.0.0.1"], NodeSettings()),
         token_file=tmp_path / "token",
         settings=NodeSettings(),
         shadow=ShadowSettings(0, 1),

@@ -18,7 +18,7 @@ from lastgood.mirror.job.describe import describe
 from lastgood.mirror.job.factory import Training
 from lastgood.mirror.node.node import MirrorNode
 from lastgood.mirror.node.settings import NodeSettings
-from lastgood.mirror.node.stages import conversation_for, parser_for
+from lastgood.mirror.node.stages import local_stages
 from lastgood.mirror.node.status import read_status
 from tests.mirror.support.training import make
 from tests.support.patience import wait_until
@@ -47,14 +47,13 @@ def node_of(ranks, folder, watched="10.77.0.1"):
     (folder / "capture.pcap").write_bytes(lzma.decompress((SAMPLES / f"gloo-{ranks}.pcap.xz").read_bytes()))
     model, optimizer, _ = make()
     job = describe(Training(model, optimizer), ranks=ranks)
+    settings = NodeSettings(bucket_bytes=1000)
     node = MirrorNode(
         job,
         folder / "node",
-        CaptureFile(folder / "capture.pcap"),
-        parser_for(job),
-        conversation_for(job, [watched]),
+        local_stages(CaptureFile(folder / "capture.pcap"), job, [watched], settings),
         token_file=folder / "token",
-        settings=NodeSettings(bucket_bytes=1000),
+        settings=settings,
         shadow=ShadowSettings(0, 1),
     )
     thread = threading.Thread(target=node.run, daemon=True)

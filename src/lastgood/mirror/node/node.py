@@ -14,10 +14,7 @@ from lastgood.files import make_directory, storage_errors
 from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.locks import FileLock
 from lastgood.mirror.agent.door import AgentDoor, NoState, StateArrived
-from lastgood.mirror.capture.frames import FrameSource
-from lastgood.mirror.conversation.places import Conversation
-from lastgood.mirror.extract.extractor import Extractor
-from lastgood.mirror.extract.slots import GradientSlots
+from lastgood.mirror.handover.turn import Stages
 from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.node.follower import Follower
 from lastgood.mirror.node.pipeline import Pipeline
@@ -26,7 +23,6 @@ from lastgood.mirror.node.service import MirrorService
 from lastgood.mirror.node.settings import NodeSettings
 from lastgood.mirror.node.states import given_state
 from lastgood.mirror.node.status import LOCK_FILE, NodeStatus, Stands, write_status
-from lastgood.mirror.streams.messages import Parser
 from lastgood.tokens import read_token
 from lastgood.wire.gate import open_listener
 
@@ -44,7 +40,7 @@ class MirrorNode:
 
     Args:
         directory: of its lock, its status and its spills.
-        source, parser, conversation: the stages before the updates.
+        stages: those before the updates; closed with the node.
         serves: host and port to listen at.
         resync: where states may come from while it is blind.
     """
@@ -53,9 +49,7 @@ class MirrorNode:
         self,
         job: JobDescription,
         directory: Path,
-        source: FrameSource,
-        parser: Parser,
-        conversation: Conversation,
+        stages: Stages,
         *,
         token_file: Path,
         serves: tuple[str, int] = ("127.0.0.1", 0),
@@ -76,9 +70,8 @@ class MirrorNode:
             self._lock.release()
             raise
         self.follower = Follower(job, self.service.core, self.service.ear, settings, secrets.token_hex(16))
-        self._extractor = Extractor(conversation, GradientSlots(settings.buffers_bytes), settings.staged_bytes)
-        self._pipeline = Pipeline(source, parser, self._extractor, self.follower, self._each)
-        self._source = source
+        self._pipeline = Pipeline(stages, self.follower, self._each)
+        self._stages = stages
         self._resync = resync
         self.door: AgentDoor | None = None
         """Where agents of the training come, who give a state if they are asked."""
@@ -109,7 +102,7 @@ class MirrorNode:
             self.service.stop()
             if self._server.ident is not None:
                 self._server.join(_END_S)
-            self._source.close()
+            self._stages.close()
             self._say("ended")
         finally:
             self._lock.release()
