@@ -390,6 +390,41 @@ def sparse_compress(
 def sparse_draw(places: int, count: int, seed: int, call: int, indices: int) -> None:
     """Write to address `indices` `count` different numbers below `places`, ascending, that seed and call draw."""
 
+def sparse_update(
+    adam: bool,
+    tensor: tuple[int, int, int, int, int],
+    blocks: Sequence[tuple[int, int, int, str]],
+    *,
+    scale: float,
+    rows: int,
+    steps: int,
+    base: int,
+    touched: int,
+    threads: int,
+    variant: str = "",
+) -> None:
+    """One step of SGD or Adam at the places that some rank sent, and before it those that each place missed.
+
+    `tensor`: the addresses of parameter, first and second moment (0 for none), float32; elements; a place's width. Each
+    of `blocks`, in the order of ranks: the address of its indices (uint32, ascending), their number, the address of its
+    values, and their type. `rows`: the address of `steps` rows of float64 (sparse/steps.py), of step `base` + 1 and
+    those after it. `touched`: the address of each place's last step (int32), or 0. ValueError, and nothing has changed,
+    for what is not valid.
+    """
+
+def sparse_catch_up(
+    adam: bool,
+    tensor: tuple[int, int, int, int, int],
+    *,
+    rows: int,
+    steps: int,
+    base: int,
+    touched: int,
+    threads: int,
+    variant: str = "",
+) -> None:
+    """All steps that any place missed, as `sparse_update` makes them; `touched` then says so."""
+
 class OutOfStep(Exception):
     """The previous rank of a ring sent another record than this rank's own plan expects."""
 

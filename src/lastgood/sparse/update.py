@@ -1,33 +1,23 @@
-"""Steps over a few elements of a tensor, and over those steps that an element missed, in torch's own operations."""
+"""Native steps over a few elements of a tensor, and over those steps that an element missed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from lastgood import _native
 from lastgood._lazy import torch
 from lastgood.sparse.blocks import SparseGradient
-from lastgood.sparse.steps import FIRST, MAXIMIZE, NESTEROV
 
-__all__ = ["Rows", "catch_up", "merge", "update"]
+__all__ = ["Rows", "catch_up", "update"]
 
 Rows = npt.NDArray[np.float64]
-"""[steps, ROW]: one row for each step, in their order."""
+"""[steps, ROW], C order: one row for each step, in their order."""
 
-
-def merge(gathered: Sequence[SparseGradient], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements (int64, ascending) that some rank sent, and the sums of their values in rank order, times `scale`."""
-    width, elements = gathered[0].width, gathered[0].elements
-    places = np.unique(np.concatenate([one.indices for one in gathered]))
-    sums = torch.zeros(len(places), width, dtype=torch.float32, device="cpu")
-    for one in gathered:
-        at = torch.from_numpy(np.searchsorted(places, one.indices).astype(np.int64))
-        sums[at] += one.values.float().view(-1, width)
-    chosen = (torch.from_numpy(places.astype(np.int64))[:, None] * width + torch.arange(width, device="cpu")).flatten()
-    inside = chosen < elements
-    return chosen[inside], sums.flatten()[inside].mul_(scale)
+_EVERYWHERE: Final = 0  # no counters: nothing is made up
 
 
 def update(
@@ -39,21 +29,31 @@ def update(
     rows: Rows,
     base: int = 0,
     touched: torch.Tensor | None = None,
+    *,
+    threads: int = 1,
+    variant: str = "",
 ) -> None:
     """Make the last of `rows` at the elements that some rank sent; before it, with `touched`, what each missed.
 
+    The gradient there is the sum of what ranks sent, from zero and in their order, times `scale`, in float32.
     `parameter` and `moments` are flat float32 tensors. `touched` (int32) holds, for each place (element or block), the
-    number of the last step that was made there; row i is step base + 1 + i.
+    number of the last step that was made there; row i is step base + 1 + i. ValueError, and nothing has changed, for
+    indices or values that are not valid; that they are uint32, and as many as they should be, is not checked.
     """
-    chosen, gradient = merge(gathered, scale)
-    values = [tensor[chosen] for tensor in (parameter, *moments)]
-    if touched is not None:
-        places = chosen // gathered[0].width
-        _missed(adam, values, rows[:-1], touched[places].long() - base)
-        touched[places] = base + len(rows)
-    _step(adam, values, gradient, rows[-1])
-    for tensor, value in zip((parameter, *moments), values, strict=True):
-        tensor[chosen] = value
+    kept = [(np.ascontiguousarray(one.indices), one.values.contiguous()) for one in gathered]
+    blocks = [(indices.ctypes.data, len(indices), values.data_ptr(), str(values.dtype)[6:]) for indices, values in kept]
+    _native.sparse_update(
+        adam,
+        _addresses(parameter, moments, gathered[0].width),
+        blocks,
+        scale=scale,
+        rows=rows.ctypes.data,
+        steps=len(rows),
+        base=base,
+        touched=_EVERYWHERE if touched is None else touched.data_ptr(),
+        threads=threads,
+        variant=variant,
+    )
 
 
 def catch_up(
@@ -64,53 +64,23 @@ def catch_up(
     base: int,
     touched: torch.Tensor,
     width: int,
+    *,
+    threads: int = 1,
+    variant: str = "",
 ) -> None:
     """Make all that any element missed of `rows`, as `update` does; `touched` then holds the last step everywhere."""
-    made = (touched.long() - base).repeat_interleave(width)[: parameter.numel()]
-    _missed(adam, [parameter, *moments], rows, made)
-    touched.fill_(base + len(rows))
+    _native.sparse_catch_up(
+        adam,
+        _addresses(parameter, moments, width),
+        rows=rows.ctypes.data,
+        steps=len(rows),
+        base=base,
+        touched=touched.data_ptr(),
+        threads=threads,
+        variant=variant,
+    )
 
 
-def _missed(adam: bool, values: Sequence[torch.Tensor], rows: Rows, made: torch.Tensor) -> None:
-    """Steps with gradients of zero, in place, from row number `made` on, for each element."""
-    for number in range(int(made.min()) if made.numel() else len(rows), len(rows)):
-        late = made <= number
-        part = [value[late] for value in values]
-        _step(adam, part, torch.zeros_like(part[0]), rows[number])
-        for value, own in zip(values, part, strict=True):
-            value[late] = own
-
-
-def _step(adam: bool, values: Sequence[torch.Tensor], gradient: torch.Tensor, row: npt.NDArray[np.float64]) -> None:
-    """The operations of torch's single-tensor SGD and Adam, in place."""
-    flags = int(row[-1])
-    if flags & MAXIMIZE:
-        gradient = -gradient
-    if adam:
-        _adam(values[0], values[1], values[2], gradient, [float(number) for number in row])
-        return
-    parameter, buffers = values[0], values[1:]
-    decay, momentum, undampened, negative_lr = (float(number) for number in row[:4])
-    if decay != 0:
-        gradient = gradient.add(parameter, alpha=decay)
-    if momentum != 0:
-        buffer = buffers[0]
-        if flags & FIRST:
-            buffer.copy_(gradient)
-        else:
-            buffer.mul_(momentum).add_(gradient, alpha=undampened)
-        gradient = gradient.add(buffer, alpha=momentum) if flags & NESTEROV else buffer
-    parameter.add_(gradient, alpha=negative_lr)
-
-
-def _adam(
-    parameter: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, row: Sequence[float]
-) -> None:
-    l2, factor, weight1, beta2, weight2, negative_size, correction, eps, _ = row
-    if factor != 1:
-        parameter.mul_(factor)
-    if l2 != 0:
-        gradient = gradient.add(parameter, alpha=l2)
-    first.lerp_(gradient, weight1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=weight2)
-    parameter.addcdiv_(first, (second.sqrt() / correction).add_(eps), value=negative_size)
+def _addresses(parameter: torch.Tensor, moments: Sequence[torch.Tensor], width: int) -> tuple[int, int, int, int, int]:
+    first, second, *_ = [*(moment.data_ptr() for moment in moments), 0, 0]
+    return parameter.data_ptr(), first, second, parameter.numel(), width
