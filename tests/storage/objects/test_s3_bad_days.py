@@ -92,7 +92,7 @@ def test_a_lost_answer_to_the_commit_is_told_from_a_rival(faulty, bucket, proxy)
     assert rule.met == 1 and find_commits(bucket) == [ONE.name]
     # The same content once more is the same checkpoint; other content under that name is a rival's.
     assert save(bucket, ONE)[0] == commit
-    with pytest.raises(MismatchError, match="committed by another process with other content"):
+    with pytest.raises(MismatchError, match="sent by another process with other content"):
         save(faulty, Stream((9, 9, 9), step=7))
     view = RemoteView(bucket)
     assert read(view, view.newest()) == ONE.content

@@ -306,12 +306,12 @@ def test_ranks_tell_their_parts_to_the_one_that_commits(client):
     sent = [send(client, stream) for stream in streams]
     for rank in (0, 2):
         sent[rank][0].tell(sent[rank][1])
-    assert told_parts(client, streams[0].name) == {0: sent[0][1], 2: sent[2][1]}
-    assert told_parts(client, streams[0].name, {0}) == {2: sent[2][1]}
+    assert told_parts(client, streams[0].name, 3) == {0: sent[0][1], 2: sent[2][1]}
+    assert told_parts(client, streams[0].name, 3, {2: sent[2][1]}) == {0: sent[0][1], 2: sent[2][1]}
     again, part = send(client, streams[1])
     again.tell(part)
     again.beat()
-    told = told_parts(client, streams[0].name)
+    told = told_parts(client, streams[0].name, 3, {0: sent[0][1]})
     commit_parts(sent[0][0], [told[rank] for rank in range(3)])
     for rank, stream in enumerate(streams):
         view = RemoteView(client, rank)
@@ -319,7 +319,34 @@ def test_ranks_tell_their_parts_to_the_one_that_commits(client):
     for upload, _ in sent:
         upload.done()
     again.done()
-    assert told_parts(client, streams[0].name) == {}
+    assert told_parts(client, streams[0].name, 3) == {}
+
+
+@pytest.mark.parametrize("rival_rank", [0, 1])
+@pytest.mark.parametrize("rival_world", [2, 3])
+def test_parts_of_two_copies_of_a_job_are_not_mixed(client, rival_rank, rival_world):
+    ours = [Stream((1,), rank=rank, world_size=2) for rank in range(2)]
+    sent = [send(client, stream) for stream in ours]
+    for upload, part in sent:
+        upload.tell(part)
+    mine = {0: sent[0][1]}
+    rival, part = send(client, Stream((2,), rank=rival_rank, world_size=rival_world))
+    rival.tell(part)
+    with pytest.raises(MismatchError, match="sent by another process with other content; two jobs, or two copies of"):
+        told_parts(client, ours[0].name, 2, mine)
+    rival.done()
+    assert told_parts(client, ours[0].name, 2, mine) == {0: sent[0][1], 1: sent[1][1]}
+
+
+def test_a_rank_that_began_again_may_have_taken_over_other_segments(client):
+    save(client, Stream((1, 2), step=1))
+    now = Stream((1, 3), step=2)
+    whole, part = send(client, now)
+    whole.tell(part)
+    again, smaller = send(client, now, find_base(client, 0, now.job_id), hashed=True)
+    again.tell(smaller)
+    assert part != smaller
+    assert told_parts(client, now.name, 1)[0] in (part, smaller)
 
 
 def test_a_part_that_took_more_than_a_week_is_not_told(client):
@@ -328,4 +355,4 @@ def test_a_part_that_took_more_than_a_week_is_not_told(client):
     now[0] = 8 * 86400.0
     with pytest.raises(CheckpointError, match="more than a week ago"):
         upload.tell(part)
-    assert told_parts(client, Stream((1,)).name) == {}
+    assert told_parts(client, Stream((1,)).name, 1) == {}

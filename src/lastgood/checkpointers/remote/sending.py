@@ -88,7 +88,8 @@ def await_parts(
 ) -> list[Part]:
     """On rank 0: the parts of all ranks, once they are there.
 
-    Raises CheckpointError, naming ranks whose parts are not there, or at once if this one cannot be committed any more.
+    Raises CheckpointError, naming ranks whose parts are not there, or at once if this one cannot be committed any more;
+    MismatchError if a second copy of the job sends there.
     """
     upload, part = sent.upload, sent.part
     assert upload is not None and part is not None
@@ -96,7 +97,7 @@ def await_parts(
     found = {0: part}
     while True:
         if upload.world_size > 1:
-            found |= told_parts(client, sent.name, found)
+            found = told_parts(client, sent.name, upload.world_size, found)
         missing = [rank for rank in range(upload.world_size) if rank not in found]
         if not missing:
             return [found[rank] for rank in range(upload.world_size)]

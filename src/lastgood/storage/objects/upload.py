@@ -8,7 +8,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -356,24 +356,31 @@ def upload_slot(
 # -- the commit --------------------------------------------------------------------------------------------------------
 
 
-def told_parts(client: ObjectClient, name: CommitName, known: Collection[int] = ()) -> dict[int, Part]:
-    """The parts of a checkpoint that ranks have said to be there (`PartUpload.tell`), by rank; but for those `known`.
+def told_parts(
+    client: ObjectClient, name: CommitName, world_size: int, known: Mapping[int, Part] | None = None
+) -> dict[int, Part]:
+    """The parts of a checkpoint that ranks have said to be there (`PartUpload.tell`), by rank, with those `known`.
 
-    A rank that began several times may have left several; each of them is complete, and one is as good as another.
-    Raises StorageError, CorruptCheckpoint.
+    A rank that began several times may have left several; each of them is complete, and one is as good as another, if
+    they are of one stream. If not, two copies of the job write here, whose parts must not be mixed: MismatchError. Of
+    known ranks this looks at the first only. Raises StorageError, CorruptCheckpoint.
     """
-    found: dict[int, Part] = {}
+    found = dict(known or {})
+    looked_at = found.keys() - {0}
     for info in client.list(name.uploads):
         rank = info.key.rpartition("/")[2].partition("-")[0]
-        if rank.isdecimal() and int(rank) in known:
+        if rank.isdecimal() and int(rank) in looked_at:
             continue
         try:
             content = client.get(info.key, objects.MOST_UPLOAD_BYTES)
         except ObjectMissing:
             continue
         note = UploadNote.decode(content, client.where(info.key))
-        if note.name == name and note.part is not None:
-            found[note.rank] = note.part
+        if note.name != name or note.part is None or note.rank in looked_at:
+            continue
+        other = found.setdefault(note.rank, note.part)
+        if other != note.part and not _of_one_stream(client, name, note.rank, world_size, (other, note.part)):
+            raise _rivals(client, name)
     return found
 
 
@@ -406,11 +413,25 @@ def commit_parts(upload: PartUpload, parts: Sequence[Part]) -> Commit:
         theirs = Commit.decode(found, client.where(name.key), name)
         if _records(client, theirs) == _records(client, commit):
             return theirs  # the same streams, though other segments may have been taken over
-        raise MismatchError(
-            f"{client.where(name.key)}: {name.told} was committed by another process with other content; two jobs, or "
-            "two copies of one, write here: give each a prefix of its own"
-        ) from error
+        raise _rivals(client, name) from error
     return commit
+
+
+def _of_one_stream(client: ObjectClient, name: CommitName, rank: int, world_size: int, parts: Iterable[Part]) -> bool:
+    """Whether parts of a rank that differ do so only in whose segments they took over."""
+    try:
+        return len({read_manifest(client, name, part, rank, world_size).record for part in parts}) == 1
+    except ObjectMissing:
+        return True  # of an upload that is over, and was swept: a commit of it would not succeed
+    except CorruptCheckpoint:
+        return False  # of another number of ranks
+
+
+def _rivals(client: ObjectClient, name: CommitName) -> MismatchError:
+    return MismatchError(
+        f"{client.where(name.key)}: {name.told} was sent by another process with other content; two jobs, or two "
+        "copies of one, write here: give each a prefix of its own"
+    )
 
 
 def _records(client: ObjectClient, commit: Commit) -> list[fmt.CommitRecord]:

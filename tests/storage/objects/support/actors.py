@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
 
+from lastgood.storage.objects import sweep, upload
 from lastgood.storage.objects.client import ObjectClient, ObjectInfo
 from lastgood.storage.objects.folder import FolderClient
 
@@ -26,6 +31,15 @@ class ListableFolder(FolderClient):
 
     def _listed(self, folder: str, after: str) -> list[ObjectInfo]:
         return list(super().list(folder, after))
+
+
+@contextmanager
+def names_of(seed: int) -> Iterator[None]:
+    """Names of notes that follow from a seed. Their order decides which of two notes is read or removed first."""
+    chance = random.Random(seed)
+    drawn = SimpleNamespace(token_hex=lambda nbytes: chance.randbytes(nbytes).hex())
+    with mock.patch.object(upload, "secrets", drawn), mock.patch.object(sweep, "secrets", drawn):
+        yield
 
 
 class Killed(BaseException):
