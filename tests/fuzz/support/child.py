@@ -33,7 +33,17 @@ from typing import Any
 from lastgood.errors import LastgoodError
 from tests.fuzz.support.registry import DECODERS, Decoder
 
-MODULES = ["text_files", "messages", "checkpoints", "object_documents", "captures", "mirrored", "roce", "broken"]
+MODULES = [
+    "text_files",
+    "messages",
+    "checkpoints",
+    "object_documents",
+    "captures",
+    "mirrored",
+    "roce",
+    "sparse",
+    "broken",
+]
 MOST_CPU_S = 10.0
 """Of one input. Sound ones take a few milliseconds."""
 SLACK_BYTES = 64 << 20
