@@ -118,7 +118,7 @@ def find_place_in(store: Any, rank: int, ranks: int, timeout_s: float, host: str
         except BaseException:
             listener.close()
             raise
-    except (RuntimeError, ValueError, KeyError, AttributeError) as error:  # the store's own, and what is not what ranks put there
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:  # the store's own, or others put things there
         raise CheckpointError(f"rank {rank}: torch.distributed's store fails, so ranks cannot meet: {error}") from error
 
 
