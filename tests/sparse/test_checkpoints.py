@@ -29,8 +29,10 @@ def assert_same(one, other):
 def begin(place, directory, system, model, options):
     model, optimizer = make(options.get("adam", False), model)
     engine = Engine(model, optimizer, 0.9, options.get("compressor", "topk"), options["staleness"], ranks=place)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    engine.scheduler = scheduler
     checkpointer = system(directory / str(place.rank), interval_steps=SAVED)
-    step = checkpointer.attach(model=model, optimizer=engine.optimizer, engine=engine)
+    step = checkpointer.attach(model=model, optimizer=engine.optimizer, scheduler=scheduler, engine=engine)
     return model, engine, checkpointer, step
 
 
@@ -40,6 +42,7 @@ def go_on(model, engine, checkpointer, rank, first, last):
         loss = loss_of(model, rank, iteration)
         engine.backward(loss)
         if engine.step():
+            engine.scheduler.step()
             checkpointer.step()
         losses.append(float(loss.detach()))
     return losses

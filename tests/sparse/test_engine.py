@@ -241,12 +241,14 @@ def test_partial_applies_what_has_arrived(held, like):
     def work(place, staleness, partial):
         model, optimizer = make()
         engine = Engine(model, optimizer, 0.9, "topk", staleness, partial=partial, ranks=place)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
         losses = []
         for iteration in range(STEPS):
             if held and partial:
                 place.meeting.release()
                 place.meeting.held = {(iteration, layer) for layer in range(99)}
             losses += train(engine, model, 0, iteration, iteration + 1)
+            scheduler.step()
         place.meeting.release()
         engine.finish()
         engine.close()

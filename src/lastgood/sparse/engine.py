@@ -262,6 +262,8 @@ class Engine(Checked):
                 for side in self._pipeline.sides
             },
             "optimizer": self._sparse.state_dict(),
+            # A schedule may have changed since: what is in flight is applied with those of its own iteration.
+            "hyperparameters": self._sparse.begun(self._schedule.iteration - 1) if blocks else None,
             "in_flight": pack(blocks, self._pipeline.shapes, self._ranks.ranks) if self._schedule.staleness else None,
         }
 
@@ -292,6 +294,8 @@ class Engine(Checked):
             side.compressor.load_state_dict(held["compressor"])
             side.not_finite = int(held["not_finite"])
         self._sparse.load_state_dict(state["optimizer"])
+        if state["hyperparameters"] is not None:
+            self._sparse.begin(iteration - 1, state["hyperparameters"])
         self._pipeline.restore(tasks, self._ranks.rank)
 
     def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
@@ -361,6 +365,7 @@ class Engine(Checked):
         self._pipeline.wait_compressed()
         for side in self._pipeline.sides:
             side.layer.parameter.grad = None
+        self._sparse.begin(iteration)
         due = schedule.due()
         self._pipeline.wait_for(due)
         self._ranks.hear_first(f"buffers/{iteration}", self._buffers, self._timeout_s)

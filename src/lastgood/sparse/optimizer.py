@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -95,13 +95,21 @@ class SparseOptimizer:
             for parameter in group["params"]
         }
 
-    def begin(self, iteration: int) -> None:
-        """Read the hyperparameters of `iteration`, unless that was done.
+    def begin(self, iteration: int, given: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Read the hyperparameters of `iteration`, unless that was done; or take what `begun` returned for it.
 
         Ranks whose steps run beside training call this at one place of the loop, so that a schedule changes for all
         of them at the same iteration.
         """
-        self._hyperparameters(iteration)
+        if given is None:
+            self._hyperparameters(iteration)
+        else:
+            with self._lock:
+                self._iterations[iteration] = [Hyperparameters(**group) for group in given]
+
+    def begun(self, iteration: int) -> list[dict[str, Any]]:
+        """The hyperparameters of an iteration, group by group, in plain values: for a checkpoint before its steps."""
+        return [asdict(group) for group in self._hyperparameters(iteration)]
 
     def set_target(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
         """Step `target`, a contiguous float32 tensor in host memory, in place of `parameter`."""
