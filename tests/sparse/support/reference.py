@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 
 
@@ -70,7 +71,8 @@ class Reference:
             first = moments[0].lerp(gradient, 1 - 0.9)
             second = (moments[1] * 0.999).addcmul(gradient, gradient, value=1 - 0.999)
             size = self.lr / (1 - 0.9 ** self.steps[name])
-            root = (second.sqrt() / (1 - 0.999 ** self.steps[name]) ** 0.5).add(1e-8)
+            # torch's own root may be MKL's, which is not always the nearest number.
+            root = (torch.from_numpy(np.sqrt(second.numpy())) / (1 - 0.999 ** self.steps[name]) ** 0.5).add(1e-8)
             new = torch.stack([one.addcdiv(first, root, value=-size), first, second])
         else:
             first = gradient.clone() if self.steps[name] == 1 else (moments[0] * self.momentum).add(gradient, alpha=1)
