@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lastgood.sparse.ranks import Ranks
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 class Meeting:
