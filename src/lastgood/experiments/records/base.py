@@ -21,7 +21,7 @@ from lastgood.models import FrozenModel
 from lastgood.text import read_model
 from lastgood.units import MIB
 
-__all__ = ["MOST_RECORD_BYTES", "MachineLabel", "Record", "Scale", "Spec", "WhereRun"]
+__all__ = ["MOST_RECORD_BYTES", "MachineLabel", "Record", "Scale", "Spec", "SpecWithoutWorkload", "WhereRun"]
 
 MOST_RECORD_BYTES = 64 * MIB
 """Of a file with any record; one with the timings of every step has a few."""
@@ -91,6 +91,28 @@ class Spec(FrozenModel):
         later = {name: True for name in self.CAME_LATER if getattr(self, name) == fields[name].default}
         dump = self.model_dump(mode="json", exclude={**later, **exclude})
         return json.dumps(dump, sort_keys=True, separators=(",", ":"))
+
+
+class SpecWithoutWorkload(Spec):
+    """A measurement that trains none of the workloads, reads no data of a user's, and is asked for no proof.
+
+    What is restored in it, if anything, is compared anyway.
+    """
+
+    @property
+    def workload(self) -> None:
+        """None."""
+        return None
+
+    @property
+    def proof(self) -> bool:
+        """Nothing beside the measurement itself."""
+        return False
+
+    @property
+    def data(self) -> str | None:
+        """It reads none."""
+        return None
 
 
 SpecT = TypeVar("SpecT", bound=Spec)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lastgood.experiments.records.base import MachineLabel, Record, Scale, Spec
+from lastgood.experiments.records.base import MachineLabel, Record, Scale, SpecWithoutWorkload
 from lastgood.models import FrozenModel
 from lastgood.units import GIB, MIB, format_seconds
 
@@ -53,7 +53,7 @@ _USD_OTHERS = 5e-6
 """PUT, COPY, POST and LIST."""
 
 
-class DcpSpec(Spec):
+class DcpSpec(SpecWithoutWorkload):
     """One run: one state saved, loaded, or both, some times over, by all ranks together."""
 
     CAME_LATER: ClassVar[tuple[str, ...]] = ("medium",)
@@ -102,24 +102,9 @@ class DcpSpec(Spec):
         return "cuda" if self.backend == "nccl" else "cpu"
 
     @property
-    def workload(self) -> None:
-        """It trains none."""
-        return None
-
-    @property
     def panel(self) -> str:
         """Its figures show nothing else."""
         return DCP_PANEL
-
-    @property
-    def proof(self) -> bool:
-        """Every load is compared with what was saved, without being asked."""
-        return False
-
-    @property
-    def data(self) -> str | None:
-        """It reads none."""
-        return None
 
     @property
     def over_ranks(self) -> bool:

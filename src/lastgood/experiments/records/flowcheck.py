@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lastgood.experiments.records.base import MachineLabel, Record, Scale, Spec
+from lastgood.experiments.records.base import MachineLabel, Record, Scale, SpecWithoutWorkload
 from lastgood.experiments.records.mirror_node import LargeModel, MirrorNode, NodeRates
 from lastgood.models import FrozenModel
 
@@ -179,7 +179,7 @@ Settings = Annotated[
 ]
 
 
-class FlowcheckSpec(Spec):
+class FlowcheckSpec(SpecWithoutWorkload):
     """One run of one part."""
 
     NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True, "seed": True}
@@ -198,24 +198,9 @@ class FlowcheckSpec(Spec):
         return self.settings.part
 
     @property
-    def workload(self) -> None:
-        """None of those that other figures train."""
-        return None
-
-    @property
     def panel(self) -> str:
         """A panel for each part."""
         return self.settings.part
-
-    @property
-    def proof(self) -> bool:
-        """What is restored is compared without being asked."""
-        return False
-
-    @property
-    def data(self) -> str | None:
-        """It reads none."""
-        return None
 
     def record_path(self) -> PurePosixPath:
         """Where the record lies, below the results folder."""

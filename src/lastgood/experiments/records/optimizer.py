@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lastgood.experiments.records.base import MachineLabel, Record, Scale, Spec
+from lastgood.experiments.records.base import MachineLabel, Record, Scale, SpecWithoutWorkload
 from lastgood.models import FrozenModel
 
 __all__ = ["OPTIMIZER_METHOD", "OPTIMIZER_PANEL", "OptimizerPoint", "OptimizerRecord", "OptimizerSpec"]
@@ -20,7 +20,7 @@ OPTIMIZER_PANEL = "optimizer"
 _Count = Annotated[int, Field(ge=1, le=64)]
 
 
-class OptimizerSpec(Spec):
+class OptimizerSpec(SpecWithoutWorkload):
     """One run: complete updates of a model's shape at every number of threads and of shadows."""
 
     NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True}
@@ -39,24 +39,9 @@ class OptimizerSpec(Spec):
     repetition: int = Field(ge=0)
 
     @property
-    def workload(self) -> None:
-        """It trains none."""
-        return None
-
-    @property
     def panel(self) -> str:
         """One panel beside those of a figure's models."""
         return OPTIMIZER_PANEL
-
-    @property
-    def proof(self) -> bool:
-        """Nothing is saved, so there is nothing to prove."""
-        return False
-
-    @property
-    def data(self) -> str | None:
-        """It reads none."""
-        return None
 
     def record_path(self) -> PurePosixPath:
         """Where the record lies, below the results folder."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from lastgood.experiments.records.base import MachineLabel, Record, Scale, Spec
+from lastgood.experiments.records.base import MachineLabel, Record, Scale, SpecWithoutWorkload
 from lastgood.models import FrozenModel
 from lastgood.units import MIB, format_seconds
 
@@ -45,7 +45,7 @@ _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=100_000)]
 
 
-class RemoteSpec(Spec):
+class RemoteSpec(SpecWithoutWorkload):
     """One run: one part, all its ways in turn, with an S3 server of the run's own."""
 
     NOT_IN_CELL: ClassVar[Mapping[str, Any]] = {"repetition": True}
@@ -78,24 +78,9 @@ class RemoteSpec(Spec):
     repetition: int = Field(default=0, ge=0)
 
     @property
-    def workload(self) -> None:
-        """A model of its own, of linear layers."""
-        return None
-
-    @property
     def panel(self) -> str:
         """A panel for each part."""
         return self.part
-
-    @property
-    def proof(self) -> bool:
-        """What comes back is compared, without being asked."""
-        return False
-
-    @property
-    def data(self) -> str | None:
-        """It reads none."""
-        return None
 
     def record_path(self) -> PurePosixPath:
         """Where the record lies, below the results folder."""
