@@ -38,6 +38,7 @@ AT_USE = {
     *(("checkpointers", package) for package in ("nvidia_resiliency_ext", "torchsnapshot")),
     ("integrations", "deepspeed"),
     *(("storage", package) for package in ("boto3", "botocore", "obstore")),
+    ("sparse", "scipy"),  # the controller's search
     ("training", "deepspeed"),
     *(("workloads", package) for package in ("PIL", "sklearn", "torchvision", "transformers")),
 }

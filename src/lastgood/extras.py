@@ -6,7 +6,9 @@ __all__ = ["EXTRAS", "why_missing"]
 
 EXTRAS = {
     **dict.fromkeys(("prometheus_client", "rich", "typer"), "cli"),
-    **dict.fromkeys(("jinja2", "markupsafe", "matplotlib", "pandas", "PIL", "sklearn", "snakemake"), "harness"),
+    **dict.fromkeys(
+        ("jinja2", "markupsafe", "matplotlib", "pandas", "PIL", "scipy", "sklearn", "snakemake"), "harness"
+    ),
     **dict.fromkeys(("tokenizers", "torchvision", "transformers"), "harness"),
     "deepspeed": "deepspeed",
     **dict.fromkeys(("boto3", "botocore", "obstore"), "s3"),
