@@ -8,6 +8,7 @@
 #include "optim/bindings.hpp"
 #include "process/bindings.hpp"
 #include "sparse/compress_bindings.hpp"
+#include "sparse/indices_bindings.hpp"
 #include "sparse/update_bindings.hpp"
 #include "storage/bindings.hpp"
 #include "wire/bindings.hpp"
@@ -23,6 +24,7 @@ NB_MODULE(_native, module) {
     lastgood::bind_ring(module);
     lastgood::bind_process(module);
     lastgood::bind_compress(module);
+    lastgood::bind_sparse_indices(module);
     lastgood::bind_sparse_update(module);
     lastgood::bind_capture(module);
     lastgood::mirror::bind_roce(module);

@@ -390,6 +390,18 @@ def sparse_compress(
 def sparse_draw(places: int, count: int, seed: int, call: int, indices: int) -> None:
     """Write to address `indices` `count` different numbers below `places`, ascending, that seed and call draw."""
 
+def sparse_write_indices(coding: int, indices: int, count: int, places: int, target: int, nbytes: int) -> None:
+    """Write `count` ascending uint32 below `places` from one address to another, in a coding of sparse blocks.
+
+    Raises ValueError if they do not ascend, or `nbytes` is not the length that they have in that coding.
+    """
+
+def sparse_read_indices(coding: int, source: int, nbytes: int, places: int, count: int, target: int) -> bool:
+    """Read `nbytes` in a coding of sparse blocks from one address, and write `count` uint32 to another.
+
+    False if there are not as many, or bits beyond the last place; whether they ascend is still to be seen.
+    """
+
 def sparse_update(
     adam: bool,
     tensor: tuple[int, int, int, int, int],

@@ -201,7 +201,7 @@ ALL = drawn(100, 1, 100, torch.float32, 2)
         (broken(SINGLE, 24, struct.pack("<Q", 11)), 1000, "whose header declares"),
         (broken(ALL, 24, struct.pack("<Q", 99)), 100, "99 indices of 100, coding ALL"),
         (broken(SINGLE, BLOCK_HEADER_BYTES, struct.pack("<f", float("nan"))), 1000, "not finite"),
-        (broken(SINGLE, BLOCK_HEADER_BYTES + 50, b"\xff"), 1000, "bits set for 10 indices"),
+        (broken(SINGLE, BLOCK_HEADER_BYTES + 50, b"\xff"), 1000, "bits set than for 10 indices"),
     ],
 )
 def test_what_is_wrong_is_named(content, elements, why):
