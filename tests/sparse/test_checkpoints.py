@@ -178,3 +178,44 @@ def test_engine_and_optimizer_are_kept_together(tmp_path):
     checkpointer.attach(model=model, both=[optimizer, engine])
     checkpointer.close()
     engine.close()
+
+
+def test_the_loop_of_the_documentation_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    """A loader that shuffles, batches in parts, and saves that are asked for in the middle of a batch."""
+    generator = torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(23, 4, generator=generator), torch.randn(23, 1, generator=generator)
+    )
+
+    def run(directory, batches):
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 40), torch.nn.Dropout(0.5), torch.nn.Linear(40, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine = Engine(model, optimizer, compression=0.8, accumulate=3)
+        checkpointer = PCcheck(directory, interval_steps=3)
+        loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
+        step = checkpointer.attach(model=model, optimizer=engine.optimizer, engine=engine, data=loader)
+        losses = []
+        while step < batches:
+            for given, wanted in engine.batches(checkpointer.data):
+                loss = torch.nn.functional.mse_loss(model(given), wanted)
+                engine.backward(loss)
+                losses.append(float(loss.detach()))
+                if engine.step():
+                    step = checkpointer.step()
+                elif step == 4:
+                    checkpointer.save(step)
+                if step == batches:
+                    break
+        checkpointer.drain(60)
+        failed = [event.error for event in checkpointer.events if event.outcome is Outcome.FAILED]
+        checkpointer.close()
+        engine.close()
+        return losses, failed
+
+    expected, failed = run(tmp_path / "one", 12)
+    assert failed == [failed[0]] * 2
+    assert "save only if step() returned True" in failed[0]
+    run(tmp_path / "two", 8)
+    losses, _ = run(tmp_path / "two", 12)
+    assert losses == expected[6 * 3 :]

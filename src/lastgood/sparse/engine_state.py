@@ -76,7 +76,10 @@ def unpack(
 def check_engine(
     saved: Mapping[str, Any], settings: Mapping[str, Any], layers: Sequence[LayerShape], path: str
 ) -> None:
-    """Raise MismatchError, naming `path` and both sides, if an engine like this cannot take `saved`."""
+    """Raise MismatchError, naming `path` and both sides, if an engine like this cannot take `saved`.
+
+    Tensors may have no content. What is in flight is looked at by `unpack`.
+    """
     if saved["format"] != FORMAT:
         raise MismatchError(f"{path}: a sparse engine of format {saved['format']}; this version reads format {FORMAT}")
     for name, own in settings.items():
@@ -92,6 +95,17 @@ def check_engine(
             )
     if len(shapes) != len(layers):
         raise MismatchError(f"{path}: the checkpoint has {len(shapes)} layers, and the model has {len(layers)}")
+    flying = saved["in_flight"]
+    if flying is None:
+        return
+    table, payload = flying["table"], flying["payload"]
+    if (table.dtype, tuple(table.shape)) != (torch.int64, (len(layers), saved["ranks"])):
+        raise MismatchError(
+            f"{path}: the lengths of what is in flight are {tuple(table.shape)} of {table.dtype}, and there are "
+            f"{len(layers)} layers of {saved['ranks']} ranks"
+        )
+    if (payload.dtype, payload.dim()) != (torch.uint8, 1):
+        raise MismatchError(f"{path}: what is in flight is {payload.dim()}-dimensional, of {payload.dtype}")
 
 
 def spread(
