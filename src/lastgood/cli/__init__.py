@@ -31,6 +31,7 @@ from lastgood.cli import (
     report,
     run,
     shadow,
+    stellatrain,
     testbed,
     trace,
     train,
@@ -76,6 +77,7 @@ app.add_typer(testbed.app, name="testbed")
 app.add_typer(provision.app, name="provision")
 app.add_typer(shadow.app, name="shadow")
 app.add_typer(mirror.app, name="mirror")
+app.add_typer(stellatrain.app, name="stellatrain")
 app.add_typer(trace.app, name="trace")
 
 _REPLACED = {

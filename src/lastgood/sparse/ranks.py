@@ -55,9 +55,13 @@ class Ranks:
     Every rank makes its engines in the same order: what they tell each other goes by the number of the engine.
     """
 
-    def __init__(self, rank: int, ranks: int, store: Any = None, name: str | None = None) -> None:
+    def __init__(
+        self, rank: int, ranks: int, store: Any = None, name: str | None = None, address: str | None = None
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.address = address
+        """This machine's for the others, if it is not the one by which it reaches rank 0."""
         self.host = socket.gethostname()
         self._store = None
         if ranks > 1:
@@ -69,7 +73,7 @@ class Ranks:
         """Connect the ranks, whose layers have so many elements, and whose settings have this digest."""
         if self._store is None:
             return Alone()
-        return Exchange.open(layers, {"settings": digest}, timeout_s=timeout_s)
+        return Exchange.open(layers, {"settings": digest}, host=self.address, timeout_s=timeout_s)
 
     def gather(self, what: str, own: str, timeout_s: float) -> list[str]:
         """Tell all ranks `own`, and hear of each of them, in rank order; all must call it. Raises WaitTimeout."""
@@ -145,8 +149,11 @@ class Ranks:
         return found
 
 
-def ranks_of_torch() -> Ranks:
-    """Those of torch.distributed, one process for each node; one rank without it. Raises ConfigError."""
+def ranks_of_torch(address: str | None = None) -> Ranks:
+    """Those of torch.distributed, one process for each node; one rank without it. `address` is as `Ranks` has it.
+
+    Raises ConfigError.
+    """
     rank, ranks = world_of_torch()
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 and asked > 1:
@@ -164,7 +171,7 @@ def ranks_of_torch() -> Ranks:
         return Ranks(0, 1)
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return Ranks(rank, ranks, _get_default_store())
+    return Ranks(rank, ranks, _get_default_store(), address=address)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

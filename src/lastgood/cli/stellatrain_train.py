@@ -1,0 +1,112 @@
+"""`lastgood stellatrain train`: one rank of a training by the sparse engine, its place taken from a launcher."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lastgood.cli._output import console, emit_json
+from lastgood.errors import ConfigError
+
+__all__ = ["train"]
+
+
+def train(
+    workload: Annotated[str, typer.Option(help="A workload, for instance resnet18 or vgg16.")] = "resnet18",
+    steps: Annotated[
+        int, typer.Option(min=1, help="Train until this many steps are done, those of earlier incarnations too.")
+    ] = 100,
+    compressor: Annotated[str, typer.Option(help="topk, threshold, v16, randomk or none.")] = "v16",
+    compression: Annotated[float, typer.Option(help="The share of the gradient that is not sent.")] = 0.99,
+    staleness: Annotated[int, typer.Option(min=0, max=1, help="Iterations between sending and applying.")] = 1,
+    values: Annotated[str, typer.Option(help="How values are sent: float32, float16 or bfloat16.")] = "float32",
+    mode: Annotated[
+        str, typer.Option(help="plain: elements that nobody sent stay; lazy: as a dense step would move them.")
+    ] = "plain",
+    system: Annotated[str, typer.Option(help="Keeps checkpoints: pccheck, sync, checkfreq, or none.")] = "none",
+    directory: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoints; each rank has one below it.")
+    ] = None,
+    interval_steps: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 50,
+    my_address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="This machine's for the others [default: by which it reaches rank 0]."),
+    ] = None,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Train on random pixels and labels, without a data set.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with [default: torch's].")] = None,
+    configfile: Annotated[
+        Path | None, typer.Option(help="A configuration file [default: the checkout's config/laptop.yaml].")
+    ] = None,
+    config: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override one key of the file.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for the other ranks.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome to stdout as JSON.")] = False,
+) -> None:
+    """Train one rank over a slow link: each sends 1 % of its gradient; start one process on each node.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is, as torchrun and `lastgood launch` set them; without
+    them it trains alone. Model, seed and device are those of the configuration.
+    """
+    from lastgood.experiments.config.yaml_file import parse_overrides
+    from lastgood.experiments.plan.grid import find_root
+    from lastgood.experiments.plan.load import load_config
+
+    overrides = parse_overrides(config or [])
+    settings = load_config(configfile or find_root() / "config" / "laptop.yaml", overrides)
+    settings.workload_options(workload)  # refuses an unknown one
+    if system != "none" and directory is None:
+        raise ConfigError(f"--system {system} needs a place for its checkpoints: --directory FOLDER")
+
+    from lastgood._lazy import dist, torch
+    from lastgood.checkpointers.registry import checkpointer_class
+    from lastgood.sparse.ranks import ranks_of_torch
+    from lastgood.training.loop import configure_compute
+    from lastgood.training.sparse import noise_like, train_sparse
+
+    kind = checkpointer_class(system)
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    configure_compute(threads or torch.get_num_threads(), deterministic=settings.device == "cpu")
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if together:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        ranks = ranks_of_torch(my_address)
+        checkpointer = kind(directory or ".", interval_steps=interval_steps if system != "none" else 0)
+
+        def report(text: str) -> None:
+            if ranks.rank == 0:
+                console.print(f"{workload}: {text}")
+
+        engine = {
+            "compressor": compressor,
+            "compression": compression,
+            "staleness": staleness,
+            "values": values,
+            "mode": mode,
+            "timeout_s": timeout_s,
+            "seed": settings.seed,
+        }
+        built = settings.build_workload(workload)
+        if noise:
+            built.data = noise_like(built.data)
+        found = train_sparse(built, checkpointer, ranks, engine, steps, settings.device, report)
+        if together:
+            dist.barrier()  # rank 0 serves the store
+    finally:
+        if together:
+            dist.destroy_process_group()
+    if found.losses:
+        report(f"loss {found.losses[0]:.4g} at step {found.first_step + 1}, {found.losses[-1]:.4g} at {steps}")
+        a_step = found.sent_bytes / len(found.losses)
+        report(f"{found.iterations_per_s:.3g} iterations/s, {a_step / 1e6:.3g} MB sent a step by each rank")
+    if system != "none":
+        report(f"checkpoints: {found.durable} durable, {found.failed} failed")
+    if as_json:
+        emit_json({"rank": ranks.rank, **asdict(found)})
