@@ -46,6 +46,14 @@ def test_a_few_schedules(tmp_path: Path) -> None:
     assert found["healed"]
 
 
+@pytest.mark.parametrize("seed", [51, 71, 121])
+def test_a_restart_is_seen_though_a_channel_was_silent(seed: int, tmp_path: Path) -> None:
+    """RoCEv2 with two channels, of which the first life used one: what opens next is no second channel."""
+    schedule = schedule_of(seed)
+    assert schedule.wire is not None and schedule.wire.channels == 2
+    check(range(seed, seed + 1), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_a_thousand_schedules(part: int, tmp_path: Path) -> None:

@@ -125,6 +125,16 @@ class NcclLife:
         waits = len(self.flows) < self._most_flows and not any(one.closed for one in self.flows.values())
         return not self._count or (waits and self._count <= _JOIN_WITHIN and 0 in self._known)
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether any is known."""
+        return self._count > 0
+
+    def has_flow_like(self, flow: Flow) -> bool:
+        """Whether one between the same hosts is known, in the same direction."""
+        ends = (flow.source, flow.destination)
+        return any((one.flow.source, one.flow.destination) == ends for one in self.flows.values())
+
     def opened(self, flow: Flow) -> None:
         """A flow of this communicator."""
         self.flows[flow.index] = _NcclFlow(flow, roles={role: _Cursor() for role in self._plan.roles})
