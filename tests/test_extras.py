@@ -57,6 +57,7 @@ def test_the_core_needs_few_packages() -> None:
     assert names_in([text for text in declared if "extra ==" not in text]) == CORE
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not tell whose a package is in every case")
 def test_each_package_comes_with_the_extra_that_is_named() -> None:
     owners = importlib.metadata.packages_distributions()
     checked = set()

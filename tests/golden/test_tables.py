@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import math
 
+import matplotlib
 import pytest
+from packaging.version import Version
 
 from tests.golden.support.adapters import figure_names
 from tests.golden.support.drawing import drawn_names, drawn_numbers
@@ -26,6 +28,8 @@ def test_records_give_the_kept_csv_to_the_byte(figure, panel, tmp_path):
 
 @pytest.mark.parametrize("name", drawn_names())
 def test_a_csv_gives_the_kept_picture(name):
+    if name.startswith("fig11") and Version(matplotlib.__version__) < Version("3.11"):
+        pytest.skip("before 3.11 (Python 3.10 has no newer one) matplotlib chose limits of logarithmic axes otherwise")
     expected = json.loads((DATA / "drawn" / f"{name}.json").read_text(encoding="utf-8"))
     assert len(expected) == 1
     assert list(differences(drawn_numbers(name), expected)) == []

@@ -230,10 +230,11 @@ def test_another_code_is_another_digest(tmp_path: Path) -> None:
     program = ["-c", f"import json, sys; {told}", host_agent.source()]
 
     def digest(where: Path | None) -> str:
-        # A Python that has no Lastgood of its own, and finds the one in `where`.
+        # A Python without installed packages, so that the only Lastgood that it can find is the one in `where`.
         environment = {} if where is None else {"PYTHONPATH": str(where)}
-        python = sys._base_executable  # type: ignore[attr-defined]
-        done = subprocess.run([python, *program], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-S", *program], env=environment, capture_output=True, text=True, check=True
+        )
         return json.loads(done.stdout)["code"]
 
     for name in ("one", "two"):
