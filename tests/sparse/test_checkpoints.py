@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lastgood import CheckFreq, Checkmate, FlowCheck, NoCheckpointing, PCcheck, SyncCheckpointer
+from lastgood import CheckFreq, Checkmate, FlowCheck, NoCheckpointing, PCcheck, SyncCheckpointer, TorchDCP
 from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.pccheck.flight import Flight
 from lastgood.errors import ConfigError
@@ -17,7 +17,7 @@ from tests.sparse.support.thread_ranks import together
 from tests.sparse.support.workers import PROTOTYPE, bits, loss_of, make
 
 STEPS, SAVED = 9, 5
-SYSTEMS = {"sync": SyncCheckpointer, "checkfreq": CheckFreq, "pccheck": PCcheck}
+SYSTEMS = {"sync": SyncCheckpointer, "checkfreq": CheckFreq, "pccheck": PCcheck, "dcp": TorchDCP}
 
 
 def assert_same(one, other):
@@ -60,6 +60,7 @@ def go_on(model, engine, checkpointer, rank, first, last):
         ("pccheck", {"staleness": 0, "compressor": "randomk"}),
         ("pccheck", {"staleness": 0, "compressor": "none"}),
         ("checkfreq", {"staleness": 1}),
+        ("dcp", {"staleness": 1}),
     ],
     ids=str,
 )
