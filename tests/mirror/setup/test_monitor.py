@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.cluster.testbed.monitor import Monitor
-from lastgood.cluster.testbed.net import in_namespace, links_in, listed, namespace_of, run_program
+from lastgood.cluster.testbed.net import in_namespace, links_in, listed, namespace_of, namespaces, run_program
+from lastgood.cluster.testbed.state import state_folder
 from lastgood.cluster.testbed.testbed import Testbed, why_no_testbed
 from lastgood.errors import ConfigError, HostError
 from lastgood.mirror.capture.interface import InterfaceSource
@@ -138,6 +139,37 @@ def test_the_commands_of_the_docs(bed: Testbed) -> None:
     assert all(row["frames"] >= 20 for row in json.loads(run("check", "--counters", "--json").stdout))
     assert run("setup", "--to", "vm3", "--undo").exit_code == 0
     assert bed.monitors() == ()
+
+
+def test_a_testbed_that_is_taken_down_leaves_nothing_of_its_mirror() -> None:
+    """`lastgood testbed down`, with two mirrors there: no link, filter or record stays; a new one has none."""
+    reason = why_no_testbed()
+    if reason is not None:
+        pytest.skip(reason)
+    name = f"d{os.getpid()}"
+
+    def left() -> list[object]:
+        """What this machine has of it: namespaces, links, and the folder."""
+        links = [one["ifname"] for one in listed("ip", "-json", "link")]
+        actions = [one for one in listed("tc", "-json", "actions", "list", "action", "mirred") if one.get("actions")]
+        return [namespaces(name), links, actions, state_folder(name)]
+
+    before = left()
+    with Testbed.up(3, name=name, guarded=True) as made:
+        made.mirror(["vm1"], "vm3", split=True)
+        made.mirror(["vm1", "vm3"], "vm2")
+        assert {one.frames for one in made.count_mirrored("vm3")} and len(made.monitors()) == 2
+        done = CliRunner().invoke(app, ["testbed", "down", "--name", name])
+        assert done.exit_code == 0, done.output
+        assert left() == before
+        with pytest.raises(ConfigError, match="taken down"):
+            made.mirror(["vm2"], "vm3")
+    with Testbed.up(3, name=name, guarded=True) as again:
+        assert again.monitors() == ()
+        assert "mir0" not in links_in(namespace_of(name, "vm3"))
+        with pytest.raises(ConfigError, match="mirrors nothing"):
+            again.count_mirrored("vm3")
+    assert left() == before
 
 
 def exchange(bed: Testbed, node: str, sent: dict[str, bytes]) -> None:

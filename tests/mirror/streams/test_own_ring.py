@@ -94,4 +94,14 @@ def test_after_loss_each_record_is_right_or_lost(seed, rate):
     at = 0
     for _, content in link.records:
         at = marked.index(content, at) + 1
-    assert len(link.records) == len(marked) or link.lost_records or found.refused or not link.hellos or link.ended
+    missing = len(marked) - len(link.records)
+    named = [pack_header(one) for one in link.lost_records if one is not None]
+    assert all(any(content.startswith(header) for content in marked) for header in named), "a record of the link"
+    assert not any(content.startswith(tuple(named)) for _, content in link.records), "what is lost does not come"
+    # Where headers are missing too, a loss stands for any number of records; what is refused tells of nothing.
+    if not missing:
+        assert named == []
+    elif not found.refused and None not in link.lost_records:
+        assert missing == len(named), f"{missing} records are missing, {len(named)} are told"
+    assert link.hellos == [HELLO] or found.refused
+    assert link.ended == 1
