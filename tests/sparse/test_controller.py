@@ -47,7 +47,7 @@ def test_it_decides_once_all_have_reported_and_then_only_for_a_gain():
     controller.observe(report(0, 0))
     assert controller.decide() is None and controller.silent() == [1]
     first = fed(controller, range(1, 5)).decide()
-    assert first is not None and first.number == 1 and first.from_iteration == 4 + 3
+    assert first is not None and first.number == 1 and first.from_iteration == 4 + 1
     assert sum(first.samples) == 64 and first.samples[0] > first.samples[1]
     assert controller.decide() is None  # nothing is new
 
@@ -85,13 +85,14 @@ def test_the_rate_rises_while_nobody_waits_and_falls_to_what_the_link_gives():
     for iteration in range(60):
         controller.observe(report(0, iteration, rate=1e9))
         rates.append(controller.bits_per_s(0))
-    assert rates == sorted(rates) and rates[-1] > 5e8
+    assert rates == sorted(rates) and 1e9 <= rates[-1] <= 1.25e9
     for iteration in range(60, 160):
         controller.observe(report(0, iteration, rate=10e6, waited=0.4))
-    assert 1e6 < controller.bits_per_s(0) < 20e6
+        assert controller.urgent
+    assert controller.bits_per_s(0) == pytest.approx(10e6)
     for iteration in range(160, 2000):
         controller.observe(report(0, iteration, rate=1e13))
-    assert controller.bits_per_s(0) == 1e11
+    assert controller.bits_per_s(0) == 1e11  # the most that is taken
 
 
 def test_a_slower_link_is_answered_by_more_compression_and_a_faster_one_by_less():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastgood.cli import stellatrain_node, stellatrain_train
+from lastgood.cli import stellatrain_node, stellatrain_replay, stellatrain_train
 from lastgood.cli._app import App
 
 __all__ = ["app"]
@@ -10,3 +10,4 @@ __all__ = ["app"]
 app = App(help="StellaTrain: training over slow links, with a small part of each gradient.", no_args_is_help=True)
 app.command("train")(stellatrain_train.train)
 app.command("node")(stellatrain_node.node)
+app.command("replay")(stellatrain_replay.replay)

@@ -36,6 +36,8 @@ MAX_WORKERS = 64
 _MOST_SAMPLES = 1 << 24
 _MOST_S = 86_400.0
 _MOST_BYTES = 1 << 50
+_NO_WAITING, _MUCH_WAITING = 0.05, 0.25
+"""Shares of an iteration."""
 _HELD = 64
 """Settings that a rank remembers, and reports of one worker that are fitted."""
 
@@ -93,8 +95,9 @@ class ControllerSettings(FrozenModel):
     most_compression: float = Field(default=MOST_COMPRESSION, ge=0, lt=1)
     lambda_: float = Field(default=5.0, ge=0, lt=1e6)
     g_scale: float = Field(default=1.0, ge=0, lt=1e6)
-    ahead_iterations: int = Field(default=3, ge=1, le=1000)
-    """A new setting holds from so many iterations after the newest one reported."""
+    ahead_iterations: int = Field(default=1, ge=1, le=1000)
+    """A new setting holds from so many iterations after the newest one reported; what has not reached all ranks by
+    then holds later, for all of them."""
     least_gain: float = Field(default=0.02, ge=0, le=1)
     """Of the cost, below which the present setting stays."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
@@ -123,6 +126,10 @@ class _Known:
         self.newest = -1
         self.setting_number = 0
         self.bits_per_s = settings.first_bits_per_s
+        self.rates: deque[float] = deque(maxlen=8)
+        """Measured lately."""
+        self.waiting = 0.0
+        """The share of the last iteration."""
 
 
 class Controller:
@@ -179,15 +186,23 @@ class Controller:
             known.refused = samples if known.refused is None else min(samples, known.refused)
 
     def _learn_rate(self, known: _Known, report: Report) -> None:
-        """Nine parts the old estimate, one the measured rate; then up if nobody waits for the link, down if one does.
+        """Nine parts the old estimate, one the measured rate, then a tenth more, while nobody waits for the link.
 
-        So the estimate rises until the link is full: what is sent without waiting says nothing of what could be.
+        So the estimate rises until the link is full, as a little that is sent says nothing of what could be; but never
+        by more than a quarter above what was measured lately. Once somebody waits the measured rate is the link's,
+        and half of the new estimate: a link that has become slower costs with each iteration.
         """
-        if report.sent_bytes and report.sending_s:
-            measured = report.sent_bytes * 8 / report.sending_s
-            known.bits_per_s = 0.9 * known.bits_per_s + 0.1 * measured
-        waiting = report.waited_s / (report.waited_s + report.compute_s)
-        known.bits_per_s *= 1.1 if waiting < 0.05 else max(0.75, 1 - waiting)
+        known.waiting = report.waited_s / (report.waited_s + report.compute_s)
+        if not report.sent_bytes or not report.sending_s:
+            return
+        measured = report.sent_bytes * 8 / report.sending_s
+        known.rates.append(measured)
+        if known.waiting < _NO_WAITING:
+            risen = (0.9 * known.bits_per_s + 0.1 * measured) * 1.1
+            known.bits_per_s = min(risen, 1.25 * max(known.rates))
+        else:
+            known.bits_per_s = 0.5 * min(known.bits_per_s, 2 * measured) + 0.5 * measured
+            known.rates.clear()
         known.bits_per_s = min(max(known.bits_per_s, 1e3), self.settings.most_bits_per_s)
 
     # -- what is known -------------------------------------------------------------------------------------------------
@@ -196,6 +211,11 @@ class Controller:
     def newest_iteration(self) -> int:
         """That any worker reported; -1 before."""
         return max(known.newest for known in self._known)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the last iterations waited so long for a link that a decision should not wait."""
+        return any(known.waiting > _MUCH_WAITING for known in self._known)
 
     def silent(self) -> list[int]:
         """Workers that have reported nothing yet."""
@@ -300,6 +320,7 @@ class Controller:
                     "refused": known.refused,
                     "newest": known.newest,
                     "bits_per_s": known.bits_per_s,
+                    "rates": list(known.rates),
                 }
                 for known in self._known
             ],
@@ -315,6 +336,7 @@ class Controller:
             known.memory = OrderedDict((int(s), int(used)) for s, used in held["memory"])
             known.room_bytes, known.largest = int(held["room_bytes"]), int(held["largest"])
             known.refused = None if held["refused"] is None else int(held["refused"])
+            known.rates = deque((float(rate) for rate in held["rates"]), maxlen=8)
             known.newest, known.bits_per_s = int(held["newest"]), float(held["bits_per_s"])
 
 
