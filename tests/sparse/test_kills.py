@@ -15,6 +15,7 @@ import torch
 
 from lastgood.ports import free_ports
 from lastgood.sparse.engine import Engine
+from tests.checkpointers.support.peer_processes import peers_end_with_the_test
 from tests.sparse.support.thread_ranks import together
 from tests.sparse.support.workers import loss_of, make
 from tests.support.warm import WarmProcess
@@ -139,6 +140,13 @@ def assert_goes_on(directory, system, staleness, kill_at, victims, expected):
 def test_ranks_that_are_killed_go_on_to_the_bit(tmp_path, system, staleness, kill_at, victims, expected):
     """Processes are begun twice, with all that they import: some 5 s on an idle machine."""
     assert_goes_on(tmp_path, system, staleness, kill_at, victims, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_ranks_go_on_from_each_others_memory(tmp_path, staleness, expected):
+    with peers_end_with_the_test(tmp_path):
+        assert_goes_on(tmp_path, "gemini", staleness, 17, [0, 1], expected)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lastgood import PCcheck, SyncCheckpointer
+from lastgood import Gemini, PCcheck, SyncCheckpointer
 from lastgood.sparse import Engine
 from tests.sparse.support.workers import loss_of, make
 
@@ -26,8 +26,12 @@ def main():
     resume = {}
     if system == "pccheck":
         checkpointer = PCcheck(directory, interval_steps=int(interval))
-    else:  # each rank its own: they go on from the newest step that all of them have
+    elif system == "gemini":
+        machines = {"machines": dist.get_world_size(), "machine": rank}
+        checkpointer = Gemini(directory, interval_steps=int(interval), buffer_bytes=1 << 20, **machines)
+    else:
         checkpointer = SyncCheckpointer(Path(directory, str(rank)), interval_steps=int(interval))
+    if system != "pccheck":  # whose ranks agree; the others go on from the newest step that all of them have
         newest = torch.tensor(checkpointer.latest() or 0)
         dist.all_reduce(newest, dist.ReduceOp.MIN)
         if newest:
