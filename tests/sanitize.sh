@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the native module with AddressSanitizer and UndefinedBehaviorSanitizer into a folder of its own, runs on it what
-# reaches native code (tests/native, the kernels of tests/sparse, and those decoders of tests/fuzz), and fails on any report of theirs.
+# reaches native code (tests/native, the kernels of tests/sparse, and those decoders of tests/fuzz), and fails on any
+# report of theirs.
 # The module of the installation stays as it is. More tests can be named as arguments.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -34,7 +34,10 @@ class Twin:
 
     def compress(self, gradient: torch.Tensor, residual: torch.Tensor | None, count: int) -> SparseGradient:
         total = accumulate(gradient, residual)
-        if not np.isfinite(total).all():
+        bad = torch.from_numpy(~np.isfinite(total))
+        if bad.any():
+            if residual is not None and torch.isfinite(gradient).all():
+                residual.copy_(torch.where(bad, residual, torch.from_numpy(total)))
             nothing = torch.empty(0, dtype=self._dtype)
             return SparseGradient(self.elements, self.width, np.empty(0, np.uint32), nothing, finite=False)
         indices = self._choose(total, min(self.places, -(-count // self.width)))

@@ -28,6 +28,7 @@ MAGNITUDES = {
     "one level of 16 bits": lambda random, n: (
         random.integers(0x3F800000, 0x3F808000, n).astype(np.uint32).view(np.float32)
     ),
+    "overflow": lambda random, n: np.where(random.random(n) < 1e-4, 2e38, 1.0),
     "huge": lambda random, n: random.standard_normal(n) * 10.0 ** random.integers(-30, 37, n),
 }
 
@@ -57,14 +58,17 @@ def check_against_twin(name, kind, elements, count, *, seed, dtype, values, thre
         gradient = gradient_of(kind, elements, seed + step, dtype)
         keeps = residuals != "none"
         wanted = twin.compress(gradient, expected if keeps else None, count)
-        into = torch.empty(elements) if residuals == "into" else None
+        into = torch.empty(elements) if residuals == "into" else None  # aligned, as the kernels that stream ask
         found = native.compress(gradient, held if keeps else None, count, into=into)
         found.check("here")
         assert found.finite == wanted.finite
         assert np.array_equal(found.indices, wanted.indices)
         assert bits(found.values) == bits(wanted.values)
         assert native.state_dict() == twin.state_dict()
-        if into is not None and found.finite:
+        if into is not None and not found.finite:
+            # What went into the other place does not count, and the residual that stays has no part of this gradient.
+            expected = held.clone()
+        elif into is not None:
             held = into
         assert same(held, expected)
 
@@ -88,9 +92,10 @@ def test_native_compressors_choose_as_the_twin_does(elements, ratio, **case):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["topk", "threshold", "v16"])
 def test_large_ones_are_written_past_the_caches(name, variant):
-    case = {"seed": 1, "dtype": torch.float32, "values": "float16", "threads": 2, "sample": 0, "steps": 2}
+    values = {"avx2": "float16"}.get(variant, "float32")
+    case = {"seed": 1, "dtype": torch.float32, "values": values, "threads": 2, "sample": 0, "steps": 2}
     elements = (4 << 20) + 17
     check_against_twin(name, "tails", elements, elements // 100, variant=variant, residuals="into", **case)
 
@@ -107,12 +112,13 @@ def test_no_input_costs_more_than_six_reads(name, kind):
         for one, other in ((None, None), (residual, into)):
             sparse = compressor.compress(gradient.flip(0) if step % 2 else gradient, one, elements // 100, into=other)
             assert compressor.reads <= 6
-            assert sparse.finite
+            if kind != "overflow":
+                assert sparse.finite
         residual, into = into, residual
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_with_a_good_sample_is_read_once_and_a_half_at_most(name):
+def test_a_gradient_is_usually_read_once(name):
     elements = 5 * PIECE
     compressor = make_compressor(name, elements)
     for step in range(3):

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
-#include <numeric>
 #include <vector>
 
 #include "wire/half_bits.hpp"
@@ -15,10 +15,11 @@
 namespace lastgood {
 namespace {
 
-constexpr std::uint64_t kSample = 16384;
-constexpr std::uint64_t kMostSampled = 65536;
+constexpr std::uint64_t kSample = 2048;
+constexpr std::uint64_t kMostSampled = 24576;
 constexpr std::uint64_t kSampledShare = 256;
 constexpr std::uint64_t kStreamElements = 4 << 20;  // larger ones than a cache are written past it
+constexpr std::uint64_t kRoom = 1 << 16;             // places that may always be found
 constexpr Weight kNever = 0xFFFFFFFF;               // heavier than anything
 
 std::uint64_t mixed(std::uint64_t state) {
@@ -27,29 +28,45 @@ std::uint64_t mixed(std::uint64_t state) {
     return state ^ state >> 31;
 }
 
-// Places of one piece that weigh more than a bound.
-struct Piece {
-    std::vector<std::uint32_t> indices;
-    std::vector<Weight> weights;  // of blocks; an element's weight is in its value
-    std::vector<float> values;
-    std::uint64_t equal = 0;  // how many weigh as much as the bound
-};
+// Places with their values, and with their weights if they are blocks: an element's weight is in its value.
+struct Places {
+    std::unique_ptr<std::uint32_t[]> indices;
+    std::unique_ptr<Weight[]> weights;
+    std::unique_ptr<float[]> values;
+    std::uint64_t bytes = 0;
 
-// A thread's room for one piece.
-struct Room {
-    std::vector<std::uint32_t> indices;
-    std::vector<Weight> weights;
-    std::vector<float> values;
+    // Room for `count` places; what was there is lost. Memory is kept from call to call, since fresh pages cost more
+    // than what is written to them; as much as that is not.
+    static constexpr std::uint64_t kMostKept = 256 << 20;
 
-    void fit(std::size_t width) {
-        const std::size_t places = kPieceElements / width + kBlockWidth;
-        if (indices.size() < places) indices.resize(places);
-        if (width > 1 && weights.size() < places) weights.resize(places);
-        if (values.size() < places * width) values.resize(places * width);
+    void fit(std::uint64_t count, std::size_t width) {
+        const std::uint64_t needed = count * (width + 2) * sizeof(float);
+        if (bytes >= needed) return;
+        *this = Places();
+        // Sizes that fit any width that needs no more bytes.
+        indices.reset(new std::uint32_t[needed / sizeof(float) / 3 + 1]);
+        weights.reset(new Weight[needed / sizeof(float) / 3 + 1]);
+        values.reset(new float[needed / sizeof(float)]);
+        bytes = needed;
     }
 };
 
-thread_local Room room;
+// A thread's room for one piece, and the calling thread's for all that was found.
+thread_local Places piece_room;
+thread_local Places found_room;
+
+// Where in the room for all a piece's places are.
+struct Piece {
+    std::uint64_t begin = 0;
+    std::size_t count = 0;
+    std::uint64_t equal = 0;  // how many weigh as much as the bound
+};
+
+// Places of exactly the bound's weight.
+struct Equals {
+    std::vector<std::uint32_t> indices;
+    std::vector<float> values;
+};
 
 class Compression {
   public:
@@ -64,14 +81,19 @@ class Compression {
           residual_(order.residual) {}
 
     CompressResult run() {
-        if (order_.target != nullptr && order_.target == residual_ && !finite()) return failed();
         if (order_.choice == SparseChoice::given || order_.choice == SparseChoice::all) {
+            if (in_place() && !finite(residual_)) {
+                if (finite(nullptr)) keep();
+                return failed();
+            }
             pass_known();
             if (!finite_) return failed();
             result_.count = order_.choice == SparseChoice::all ? places_ : order_.wanted;
             return result_;
         }
+        if (in_place() && !finite(nullptr)) return failed();
         choose();
+        if (found_.bytes > Places::kMostKept) found_ = Places();
         return finite_ ? result_ : failed();
     }
 
@@ -92,7 +114,8 @@ class Compression {
     std::exception_ptr failure_;
 
     // Of the last collection.
-    std::vector<Piece> found_;
+    Places& found_ = found_room;
+    std::vector<Piece> found_pieces_;
     Weight bound_ = 0;
     Weight tentative_ = kNever;  // places of this weight have left the residual already
     bool overflow_ = false;
@@ -131,26 +154,50 @@ class Compression {
 
     void count_reads() { result_.reads += residual_ == nullptr ? 1 : 2; }
 
-    bool finite() {
-        count_reads();
+    bool in_place() const { return order_.target != nullptr && order_.target == order_.residual; }
+
+    // Whether the gradient is finite, or its sum with a residual.
+    bool finite(const float* residual) {
+        result_.reads += residual == nullptr ? 1 : 2;
+        std::atomic<bool> found{true};
         in_all_pieces([&](std::size_t, std::uint64_t begin, std::uint64_t end) {
             alignas(64) float strip[kStripElements];
-            for (std::uint64_t at = begin; at < end && finite_; at += kStripElements) {
+            for (std::uint64_t at = begin; at < end && found; at += kStripElements) {
                 const std::size_t count = std::min<std::uint64_t>(kStripElements, end - at);
-                if (kernels_.largest(sums(at, count, strip), count) >= kInfinity) finite_ = false;
+                const float* own = strip;
+                if (residual == nullptr && type_ == SparseType::float32)
+                    own = static_cast<const float*>(source_) + at;
+                else
+                    kernels_.sum[int(type_)](source_at(at), residual == nullptr ? nullptr : residual + at, strip, count);
+                if (kernels_.largest(own, count) >= kInfinity) found = false;
             }
         });
-        return finite_;
+        return found;
     }
 
-    void write(std::uint64_t at, const float* strip, std::size_t count, bool past_caches) const {
-        if (past_caches)
-            kernels_.stream(order_.target + at, strip, count);
-        else
-            std::memcpy(order_.target + at, strip, count * sizeof(float));
+    // The gradient is finite, and its sum with the residual is not: elsewhere it stays in the residual.
+    void keep() {
+        in_all_pieces([&](std::size_t, std::uint64_t begin, std::uint64_t end) {
+            alignas(64) float strip[kStripElements];
+            for (std::uint64_t at = begin; at < end; at += kStripElements) {
+                const std::size_t count = std::min<std::uint64_t>(kStripElements, end - at);
+                kernels_.sum[int(type_)](source_at(at), residual_ + at, strip, count);
+                keep_strip(at, strip, count);
+                std::copy_n(strip, count, order_.target + at);
+            }
+        });
     }
 
-    bool past_caches() const { return order_.target != order_.residual && order_.elements >= kStreamElements; }
+    void keep_strip(std::uint64_t at, float* strip, std::size_t count) const {
+        for (std::size_t i = 0; i < count; ++i)
+            if ((to_bits(strip[i]) & kMagnitude) >= kInfinity) strip[i] = residual_[at + i];
+    }
+
+    // Whether the new residual is written past the caches: it would drive out of them all that is there.
+    bool streams() const {
+        return order_.target != order_.residual && order_.elements >= kStreamElements && residual_ != nullptr &&
+               type_ == SparseType::float32 && reinterpret_cast<std::uintptr_t>(order_.target) % kStreamAlign == 0;
+    }
 
     // What is sent of a value goes to slot `at` of the values; returns what is left.
     float send(float value, std::uint64_t at) const {
@@ -171,10 +218,11 @@ class Compression {
         count_reads();
         const bool all = order_.choice == SparseChoice::all;
         const std::uint32_t* const end_of_given = order_.indices + order_.wanted;
-        const bool streamed = past_caches();
         in_all_pieces([&](std::size_t, std::uint64_t begin, std::uint64_t end) {
             alignas(64) float strip[kStripElements];
-            const std::uint32_t* next = all ? nullptr : std::lower_bound<const std::uint32_t*>(order_.indices, end_of_given, std::uint32_t(begin));
+            const std::uint32_t* next = all ? nullptr
+                                            : std::lower_bound<const std::uint32_t*>(order_.indices, end_of_given,
+                                                                                     std::uint32_t(begin));
             for (std::uint64_t at = begin; at < end && finite_; at += kStripElements) {
                 const std::size_t count = std::min<std::uint64_t>(kStripElements, end - at);
                 kernels_.sum[int(type_)](source_at(at), residual_ == nullptr ? nullptr : residual_ + at, strip, count);
@@ -188,7 +236,7 @@ class Compression {
                     for (; next != end_of_given && *next < at + count; ++next)
                         strip[*next - at] = send(strip[*next - at], std::uint64_t(next - order_.indices));
                 }
-                if (order_.target != nullptr) write(at, strip, count, streamed);
+                if (order_.target != nullptr) std::copy_n(strip, count, order_.target + at);
             }
         });
         if (!all || !finite_) return;
@@ -196,43 +244,47 @@ class Compression {
         for (std::uint64_t at = order_.elements; at < places_ * width_; ++at) send(0.0f, at);
     }
 
-    // Stores all places above `bound`; in the first pass the sum as well, without those of at least `tentative`.
+    // Stores all places above `bound`, unless they are more than `most`; in the first pass writes the sum as well, mostly
+    // without those of at least `tentative`.
     void collect(Weight bound, Weight tentative, std::uint64_t most) {
         count_reads();
         const bool writes = order_.target != nullptr && residual_ != nullptr;
-        const bool streamed = past_caches();
+        const bool streamed = writes && streams();
         bound_ = bound;
         tentative_ = writes ? std::max(tentative, bound + 1) : kNever;
-        found_.assign(pieces_, Piece());
+        // Past the caches nothing can be changed a moment later.
+        if (streamed && (width_ > 1 || order_.value_type != SparseType::float32)) tentative_ = kNever;
+        found_.fit(most, width_);
+        found_pieces_.assign(pieces_, Piece());
         std::atomic<std::uint64_t> total{0};
         in_all_pieces([&](std::size_t number, std::uint64_t begin, std::uint64_t end) {
             alignas(64) float strip[kStripElements];
-            room.fit(width_);
-            Piece& piece = found_[number];
-            std::size_t stored = 0;
-            for (std::uint64_t at = begin; at < end && finite_; at += kStripElements) {
+            piece_room.fit(kPieceElements / width_ + kBlockWidth, width_);
+            Piece& piece = found_pieces_[number];
+            for (std::uint64_t at = begin; at < end && (finite_ || in_place()); at += kStripElements) {
                 const std::size_t count = std::min<std::uint64_t>(kStripElements, end - at);
-                const float* own = sums(at, count, strip);
-                if (kernels_.largest(own, count) >= kInfinity) {
+                const float* own = strip;
+                if (streamed && count % kBlockWidth == 0)
+                    kernels_.sum_stream(static_cast<const float*>(source_) + at, residual_ + at, strip, count,
+                                        order_.target + at, tentative_);
+                else
+                    own = sums(at, count, strip);
+                const std::size_t before = piece.count;
+                const bool counts = total.load(std::memory_order_relaxed) <= most;
+                if (counts) collect_strip(own, at, count, piece);
+                if (!strip_finite(own, count, counts, before, piece.count)) {
                     finite_ = false;
-                    return;
+                    if (!in_place()) return;
+                    keep_strip(at, strip, count);
+                    piece.count = before;
                 }
-                if (total.load(std::memory_order_relaxed) <= most) {
-                    const std::size_t before = stored;
-                    stored = collect_strip(own, at, count, stored, piece);
-                    for (std::size_t one = before; writes && one < stored; ++one)
-                        if (tentative_ <= weight_of(room.weights.data(), room.values.data(), one))
-                            for (std::size_t i = 0; i < width_; ++i) {
-                                const std::uint64_t place = std::uint64_t(room.indices[one]) * width_ + i - at;
-                                if (place < count) strip[place] = rest(room.values[one * width_ + i]);
-                            }
-                }
-                if (writes) write(at, own, count, streamed);
+                if (!writes || (streamed && count % kBlockWidth == 0)) continue;
+                for (std::size_t one = before; one < piece.count; ++one)
+                    if (tentative_ <= weight_of(piece_room, one)) leave(piece_room, one, at, strip, count);
+                std::copy_n(strip, count, order_.target + at);
             }
-            total += stored;
-            piece.indices.assign(room.indices.begin(), room.indices.begin() + std::ptrdiff_t(stored));
-            piece.values.assign(room.values.begin(), room.values.begin() + std::ptrdiff_t(stored * width_));
-            if (width_ > 1) piece.weights.assign(room.weights.begin(), room.weights.begin() + std::ptrdiff_t(stored));
+            if (streamed) kernels_.streamed();
+            store(piece, total, most);
         });
         overflow_ = total > most;
         if (writes) {
@@ -242,133 +294,191 @@ class Compression {
         }
     }
 
-    std::size_t collect_strip(const float* own, std::uint64_t at, std::size_t count, std::size_t stored, Piece& piece) const {
-        std::uint32_t* const indices = room.indices.data() + stored;
-        float* const values = room.values.data() + stored * width_;
+    // What is not finite weighs more than any bound: usually only places that were stored need a look.
+    bool strip_finite(const float* own, std::size_t count, bool counted, std::size_t from, std::size_t to) const {
+        bool heavy = !counted || bound_ >= kInfinity;
+        for (std::size_t one = from; one < to; ++one) heavy |= weight_of(piece_room, one) >= kInfinity;
+        return !heavy || kernels_.largest(own, count) < kInfinity;
+    }
+
+    // Leaves in a strip what sending a place leaves of it.
+    void leave(const Places& places, std::size_t one, std::uint64_t at, float* strip, std::size_t count) const {
+        const std::uint64_t first = std::uint64_t(places.indices[one]) * width_ - at;
+        for (std::size_t i = 0; i < width_ && first + i < count; ++i)
+            strip[first + i] = rest(places.values[one * width_ + i]);
+    }
+
+    // Moves a piece's places to where those of all are kept.
+    void store(Piece& piece, std::atomic<std::uint64_t>& total, std::uint64_t most) const {
+        piece.begin = total.fetch_add(piece.count);
+        if (piece.begin + piece.count > most) {
+            // Those that fit nowhere are not in the residual either.
+            for (std::size_t one = 0; one < piece.count && tentative_ != kNever; ++one)
+                if (weight_of(piece_room, one) >= tentative_) put(piece_room.indices[one], &piece_room.values[one * width_]);
+            piece.count = 0;
+            return;
+        }
+        std::copy_n(&piece_room.indices[0], piece.count, &found_.indices[piece.begin]);
+        std::copy_n(&piece_room.values[0], piece.count * width_, &found_.values[piece.begin * width_]);
+        if (width_ > 1) std::copy_n(&piece_room.weights[0], piece.count, &found_.weights[piece.begin]);
+    }
+
+    void collect_strip(const float* own, std::uint64_t at, std::size_t count, Piece& piece) const {
+        std::uint32_t* const indices = &piece_room.indices[piece.count];
+        float* const values = &piece_room.values[piece.count * width_];
         if (width_ == 1) {
             const Found found = kernels_.single(own, count, std::uint32_t(at), bound_, indices, values);
             piece.equal += found.equal;
-            return stored + found.above;
+            piece.count += found.above;
+            return;
         }
         const std::size_t blocks = count / kBlockWidth;
         const auto first = std::uint32_t(at / kBlockWidth);
         const Found found =
-            kernels_.blocks(own, blocks, first, bound_, indices, room.weights.data() + stored, values);
+            kernels_.blocks(own, blocks, first, bound_, indices, &piece_room.weights[piece.count], values);
         piece.equal += found.equal;
-        stored += found.above;
+        piece.count += found.above;
         const std::size_t left = count % kBlockWidth;
-        if (left == 0) return stored;
+        if (left == 0) return;
         const Weight weight = block_weight(own + blocks * kBlockWidth, left);
         piece.equal += weight == bound_;
-        if (weight <= bound_) return stored;
-        room.indices[stored] = first + std::uint32_t(blocks);
-        room.weights[stored] = weight;
-        std::copy_n(own + blocks * kBlockWidth, left, room.values.data() + stored * width_);
-        std::fill_n(room.values.data() + stored * width_ + left, width_ - left, 0.0f);
-        return stored + 1;
+        if (weight <= bound_) return;
+        piece_room.indices[piece.count] = first + std::uint32_t(blocks);
+        piece_room.weights[piece.count] = weight;
+        float* const last = &piece_room.values[piece.count++ * width_];
+        std::fill(std::copy_n(own + blocks * kBlockWidth, left, last), last + width_, 0.0f);
     }
 
-    Weight weight_of(const Weight* weights, const float* values, std::size_t at) const {
-        return width_ == 1 ? to_bits(values[at]) & kMagnitude : weights[at];
+    Weight weight_of(const Places& places, std::size_t at) const {
+        return width_ == 1 ? to_bits(places.values[at]) & kMagnitude : places.weights[at];
     }
 
-    Weight weight_of(const Piece& piece, std::size_t at) const {
-        return weight_of(piece.weights.data(), piece.values.data(), at);
-    }
-
-    // Writes a place's values into the residual: as they are, or what `send` leaves of them.
+    // Writes a place's values into the residual.
     void put(std::uint32_t index, const float* values) const {
         const std::uint64_t at = std::uint64_t(index) * width_;
         std::copy_n(values, std::min<std::uint64_t>(width_, order_.elements - at), order_.target + at);
     }
 
     // Undoes the last collection, which must not decide.
-    void take_back() {
+    void take_back() const {
         if (tentative_ == kNever) return;
-        for (const Piece& piece : found_)
-            for (std::size_t one = 0; one < piece.indices.size(); ++one)
-                if (weight_of(piece, one) >= tentative_) put(piece.indices[one], piece.values.data() + one * width_);
+        for_places([&](std::size_t one) {
+            if (weight_of(found_, one) >= tentative_) put(found_.indices[one], &found_.values[one * width_]);
+        });
+    }
+
+    template <class Use>
+    void for_places(Use use) const {
+        for (const Piece& piece : found_pieces_)
+            for (std::size_t one = 0; one < piece.count; ++one) use(piece.begin + one);
     }
 
     std::uint64_t above() const {
-        return std::accumulate(found_.begin(), found_.end(), std::uint64_t(0),
-                               [](std::uint64_t sum, const Piece& piece) { return sum + piece.indices.size(); });
+        std::uint64_t sum = 0;
+        for (const Piece& piece : found_pieces_) sum += piece.count;
+        return sum;
     }
 
     std::uint64_t equal() const {
-        return std::accumulate(found_.begin(), found_.end(), std::uint64_t(0),
-                               [](std::uint64_t sum, const Piece& piece) { return sum + piece.equal; });
+        std::uint64_t sum = 0;
+        for (const Piece& piece : found_pieces_) sum += piece.equal;
+        return sum;
     }
 
     void choose() {
-        std::uint64_t count = order_.wanted;
-        if (order_.choice == SparseChoice::threshold) {
-            count = order_.middle;
-            if (order_.has_threshold && order_.threshold > 0) {
-                if (by_threshold() || !finite_) return;
-                if (!overflow_ && above() + equal() >= count) return take_heaviest(count);
-                take_back();
-            } else if (order_.has_threshold && places_ <= order_.most) {
-                // A threshold of nothing lets all through.
-                result_.held = true;
-                count = places_;
-            }
+        const bool by_threshold = order_.choice == SparseChoice::threshold && order_.has_threshold;
+        std::uint64_t count = order_.choice == SparseChoice::threshold ? order_.middle : order_.wanted;
+        if (by_threshold && order_.threshold == 0 && places_ <= order_.most) {
+            // A threshold of nothing lets all through.
+            result_.held = true;
+            count = places_;
         }
-        collect_sampled(count);
-        if (!finite_) return;
+        const Weight threshold = by_threshold ? order_.threshold : 0;
+        collect_sampled(count, threshold);
+        if (!finite_) return in_place() ? take_back() : void();
+        if (threshold > 0 && decided(threshold)) return;
         if (overflow_ || above() + equal() < count) {
             take_back();
-            collect(heaviest_bound(count), kNever, places_);
+            collect(heaviest_bound(count), kNever, count);
         }
         take_heaviest(count);
     }
 
-    // A bound somewhat under the threshold, so that its own fall seldom needs another pass.
-    bool by_threshold() {
-        const float lower = to_float(order_.threshold) * 0.9f;
-        const Weight bound = std::min(order_.threshold - 1, to_bits(lower));
-        collect(bound, order_.threshold, room_for(order_.most));
-        if (!finite_ || overflow_) return false;
+    // Whether the threshold lets through as many as it may: then they are sent.
+    bool decided(Weight threshold) {
+        if (threshold <= bound_) {
+            const std::uint64_t least = above() + equal();
+            if (overflow_ || least > order_.most) return false;
+            if (threshold == bound_) {
+                if (least < order_.wanted) return false;
+                result_.held = true;
+                emit(bound_ + 1, 0);
+                emit_equals(equals(equal()));
+                return true;
+            }
+        }
+        if (threshold <= bound_ || overflow_) {
+            take_back();
+            collect(threshold - 1, kNever, order_.most);
+            if (overflow_) return false;
+        }
         std::uint64_t through = 0;
-        for (const Piece& piece : found_)
-            for (std::size_t one = 0; one < piece.indices.size(); ++one)
-                through += weight_of(piece, one) >= order_.threshold;
+        for_weights([&](Weight weight) { through += weight >= threshold; });
         if (through < order_.wanted || through > order_.most) return false;
         result_.held = true;
-        emit(order_.threshold, 0, {});
+        emit(threshold, 0);
         return true;
     }
 
-    std::uint64_t room_for(std::uint64_t count) const { return std::max<std::uint64_t>(4 * count, 2 * kPieceElements); }
-
-    // Collects above a bound that a sample gives, which most likely leaves somewhat more than `count`.
-    void collect_sampled(std::uint64_t count) {
+    // Collects above a bound that a sample gives, which most likely leaves somewhat more than `count`; and all of at least
+    // `threshold` if that may be the one that decides.
+    void collect_sampled(std::uint64_t count, Weight threshold) {
         const std::uint64_t least = order_.sample == 0 ? kSample : order_.sample;
         const std::uint64_t size =
-            std::min({places_, std::max(least, places_ / kSampledShare), std::max(least, kMostSampled)});
-        std::vector<Weight> sample(size);
-        for (std::uint64_t one = 0; one < size; ++one) {
-            // One of each stretch, at a random place of it: data may have a period.
-            const std::uint64_t begin = places_ * one / size;
-            const std::uint64_t end = places_ * (one + 1) / size;
-            sample[one] = sampled_weight(begin + mixed(one + 1) % (end - begin));
-        }
+            std::min(places_, std::max(least, std::min(places_ / kSampledShare, kMostSampled)));
+        std::vector<Weight> sample = sampled(size);
         const double expected = double(size) * double(count) / double(places_);
         const double margin = size == places_ ? 0.0 : 4 * std::sqrt(expected) + 8;
         const auto rank = std::uint64_t(std::ceil(expected + margin));
         Weight bound = 0;
+        Weight tentative = 0;
         if (rank <= size) {
-            const auto nth = sample.begin() + std::ptrdiff_t(rank - 1);
-            std::nth_element(sample.begin(), nth, sample.end(), std::greater<Weight>());
-            bound = *nth;
+            bound = nth_heaviest(sample, rank);
+            tentative = size == places_ || expected < 1 ? bound : nth_heaviest(sample, std::uint64_t(expected));
         }
-        Weight tentative = bound;
-        if (margin > 0 && expected >= 1 && rank <= size) {
-            const auto nth = sample.begin() + std::ptrdiff_t(expected) - 1;
-            std::nth_element(sample.begin(), nth, sample.begin() + std::ptrdiff_t(rank), std::greater<Weight>());
-            tentative = *nth;
+        if (threshold > 0) {
+            std::uint64_t through = 0;
+            for (const Weight weight : sample) through += weight >= threshold;
+            if (through < rank + rank / 2) bound = std::min(bound, threshold - 1);
+            const double share = double(through) / double(size) * double(places_);
+            if (share > 0.8 * double(order_.wanted) && share < 1.25 * double(order_.most)) tentative = threshold;
         }
-        collect(bound, tentative, size == places_ ? places_ : room_for(count));
+        collect(bound, tentative, size == places_ ? places_ : std::max(4 * count, kRoom));
+    }
+
+    // Weights of one place in each of `size` stretches, at random: data may have a period.
+    std::vector<Weight> sampled(std::uint64_t size) const {
+        std::vector<Weight> sample(size);
+        const std::size_t bytes = (type_ == SparseType::float32 ? 4 : 2) * width_;
+        constexpr std::uint64_t kAhead = 16;
+        std::uint64_t places[kAhead];
+        for (std::uint64_t one = 0; one < size + kAhead; ++one) {
+            std::uint64_t& place = places[one % kAhead];
+            if (one >= kAhead) sample[one - kAhead] = sampled_weight(place);
+            if (one >= size) continue;
+            const std::uint64_t begin = places_ * one / size;
+            const std::uint64_t length = places_ * (one + 1) / size - begin;
+            place = begin + (mixed(one + 1) >> 32) * length / (std::uint64_t(1) << 32);
+            __builtin_prefetch(static_cast<const char*>(source_) + place * bytes);
+            if (residual_ != nullptr) __builtin_prefetch(residual_ + place * width_);
+        }
+        return sample;
+    }
+
+    static Weight nth_heaviest(std::vector<Weight>& weights, std::uint64_t rank) {
+        const auto nth = weights.begin() + std::ptrdiff_t(rank - 1);
+        std::nth_element(weights.begin(), nth, weights.end(), std::greater<Weight>());
+        return *nth;
     }
 
     Weight sampled_weight(std::uint64_t place) const {
@@ -422,12 +532,13 @@ class Compression {
         const std::uint64_t collected = above();
         if (collected < count) {
             result_.least = bound_;
-            return emit(bound_ + 1, 0, equals(count - collected));
+            emit(bound_ + 1, 0);
+            return emit_equals(equals(count - collected));
         }
         std::uint64_t ties = count;
         const Weight least = heaviest_collected(ties);
         result_.least = least;
-        emit(least + 1, ties, {});
+        emit(least + 1, ties);
     }
 
     // Weight of the `ties`-th heaviest collected place; `ties` becomes how many of exactly that weight are among them.
@@ -445,9 +556,7 @@ class Compression {
         for_weights([&](Weight weight) {
             if ((weight - bound_) >> shift == bin) weights.push_back(weight);
         });
-        const auto nth = weights.begin() + std::ptrdiff_t(ties - 1);
-        std::nth_element(weights.begin(), nth, weights.end(), std::greater<Weight>());
-        const Weight least = *nth;
+        const Weight least = nth_heaviest(weights, ties);
         for (const Weight weight : weights) ties -= weight > least;
         return least;
     }
@@ -456,22 +565,20 @@ class Compression {
 
     template <class Use>
     void for_weights(Use use) const {
-        for (const Piece& piece : found_) {
-            if (width_ == 1)
-                for (const float value : piece.values) use(to_bits(value) & kMagnitude);
-            else
-                for (const Weight weight : piece.weights) use(weight);
-        }
+        if (width_ == 1)
+            for_places([&](std::size_t one) { use(to_bits(found_.values[one]) & kMagnitude); });
+        else
+            for_places([&](std::size_t one) { use(found_.weights[one]); });
     }
 
     // The first `count` places that weigh exactly the bound, with their values.
-    Piece equals(std::uint64_t count) {
-        Piece equal;
+    Equals equals(std::uint64_t count) {
+        Equals equal;
         equal.indices.reserve(count);
         equal.values.reserve(count * width_);
         bool counted = false;
         for (std::size_t number = 0; number < pieces_ && equal.indices.size() < count; ++number) {
-            if (found_[number].equal == 0) continue;
+            if (found_pieces_[number].equal == 0) continue;
             if (!counted) count_reads();
             counted = true;
             equals_of(number, count, equal);
@@ -479,22 +586,22 @@ class Compression {
         return equal;
     }
 
-    void equals_of(std::size_t number, std::uint64_t most, Piece& equal) const {
+    void equals_of(std::size_t number, std::uint64_t most, Equals& equal) const {
         alignas(64) float strip[kStripElements];
         const std::uint64_t begin = number * kPieceElements;
         const std::uint64_t end = std::min(order_.elements, begin + kPieceElements);
         // What left the residual already may weigh as much as the bound by now.
-        const std::vector<std::uint32_t>& taken = found_[number].indices;
-        auto skip = taken.begin();
+        const std::uint32_t* skip = &found_.indices[found_pieces_[number].begin];
+        const std::uint32_t* const last = skip + found_pieces_[number].count;
         for (std::uint64_t at = begin; at < end; at += kStripElements) {
             const std::size_t count = std::min<std::uint64_t>(kStripElements, end - at);
             const float* own = sums(at, count, strip);
             for (std::size_t i = 0; i < count; i += width_) {
                 const auto index = std::uint32_t((at + i) / width_);
-                while (skip != taken.end() && *skip < index) ++skip;
+                while (skip != last && *skip < index) ++skip;
                 const std::size_t given = std::min(width_, count - i);
                 const Weight weight = width_ == 1 ? to_bits(own[i]) & kMagnitude : block_weight(own + i, given);
-                if (weight != bound_ || (skip != taken.end() && *skip == index)) continue;
+                if (weight != bound_ || (skip != last && *skip == index)) continue;
                 equal.indices.push_back(index);
                 equal.values.insert(equal.values.end(), own + i, own + i + given);
                 equal.values.resize(equal.indices.size() * width_);
@@ -503,36 +610,77 @@ class Compression {
         }
     }
 
-    // Sends what was collected from weight `least` on, the first `ties` of the weight just under it, and `equal`; and
-    // makes the residual fit where it does not yet.
-    void emit(Weight least, std::uint64_t ties, const Piece& equal) {
+    // Sends what was collected from weight `least` on, and the first `ties` of the weight just under it; and makes the
+    // residual fit where it does not yet.
+    void emit(Weight least, std::uint64_t ties) {
         std::uint64_t out = 0;
-        std::size_t next = 0;
-        const auto chosen = [&](std::uint32_t index, const float* values, bool left_already) {
-            float rests[kBlockWidth];
-            for (std::size_t i = 0; i < width_; ++i) rests[i] = send(values[i], out * width_ + i);
-            order_.indices[out++] = index;
-            if (order_.target != nullptr && !left_already) put(index, rests);
-        };
-        const auto equals_before = [&](std::uint64_t index) {
-            for (; next < equal.indices.size() && equal.indices[next] < index; ++next)
-                chosen(equal.indices[next], equal.values.data() + next * width_, false);
-        };
-        for (const Piece& piece : found_)
-            for (std::size_t one = 0; one < piece.indices.size(); ++one) {
-                const Weight weight = weight_of(piece, one);
-                const float* const values = piece.values.data() + one * width_;
-                const bool tie = weight + 1 == least && ties > 0;
-                if (weight >= least || tie) {
-                    ties -= tie;
-                    equals_before(piece.indices[one]);
-                    chosen(piece.indices[one], values, weight >= tentative_);
-                } else if (weight >= tentative_) {
-                    put(piece.indices[one], values);
-                }
-            }
-        equals_before(places_);
+        for (const Piece& piece : found_pieces_) {
+            if (piece.count == 0) continue;
+            const std::size_t kept = keep_chosen(piece, least, ties);
+            std::copy_n(&found_.indices[piece.begin], kept, order_.indices + out);
+            const float* const values = &found_.values[piece.begin * width_];
+            if (order_.value_type == SparseType::float32)
+                std::copy_n(values, kept * width_, static_cast<float*>(order_.values) + out * width_);
+            else
+                for (std::size_t i = 0; i < kept * width_; ++i) send(values[i], out * width_ + i);
+            out += kept;
+        }
         result_.count = out;
+    }
+
+    // Moves a piece's chosen places together; returns how many they are.
+    std::size_t keep_chosen(const Piece& piece, Weight least, std::uint64_t& ties) {
+        constexpr std::size_t kAhead = 16;
+        const bool has_target = order_.target != nullptr;
+        std::size_t kept = 0;
+        for (std::size_t one = piece.begin; one < piece.begin + piece.count; ++one) {
+            const Weight weight = weight_of(found_, one);
+            bool chosen = weight >= least;
+            if (weight + 1 == least && ties > 0) {
+                --ties;
+                chosen = true;
+            }
+            const float* const values = &found_.values[one * width_];
+            if (has_target) {
+                if (tentative_ == kNever && one + kAhead < piece.begin + piece.count)
+                    __builtin_prefetch(order_.target + std::uint64_t(found_.indices[one + kAhead]) * width_, 1);
+                if (chosen != (weight >= tentative_)) chosen ? put_rest(found_.indices[one], values) : put(found_.indices[one], values);
+            }
+            // Without a branch, which no CPU could foresee.
+            found_.indices[piece.begin + kept] = found_.indices[one];
+            std::copy_n(values, width_, &found_.values[(piece.begin + kept) * width_]);
+            kept += chosen;
+        }
+        return kept;
+    }
+
+    void put_rest(std::uint32_t index, const float* values) const {
+        float rests[kBlockWidth];
+        for (std::size_t i = 0; i < width_; ++i) rests[i] = rest(values[i]);
+        put(index, rests);
+    }
+
+    // Sends these as well, each at its place among what was sent.
+    void emit_equals(const Equals& equal) {
+        const std::size_t bytes = width_ * (order_.value_type == SparseType::float32 ? 4 : 2);
+        auto* const values = static_cast<char*>(order_.values);
+        std::uint64_t sent = result_.count;
+        std::uint64_t left = equal.indices.size();
+        result_.count = sent + left;
+        for (std::uint64_t out = result_.count; left > 0;) {
+            --out;
+            if (sent > 0 && order_.indices[sent - 1] > equal.indices[left - 1]) {
+                --sent;
+                order_.indices[out] = order_.indices[sent];
+                std::memcpy(values + out * bytes, values + sent * bytes, bytes);
+                continue;
+            }
+            --left;
+            const float* const own = &equal.values[left * width_];
+            order_.indices[out] = equal.indices[left];
+            for (std::size_t i = 0; i < width_; ++i) send(own[i], out * width_ + i);
+            if (order_.target != nullptr) put_rest(equal.indices[left], own);
+        }
     }
 };
 
@@ -540,42 +688,6 @@ class Compression {
 
 CompressResult compress(const CompressOrder& order, const std::string& variant) {
     return Compression(order, compress_kernels(step_variant(variant))).run();
-}
-
-void draw_places(std::uint64_t places, std::uint64_t count, std::uint64_t seed, std::uint64_t call,
-                 std::uint32_t* indices) {
-    constexpr int kRounds = 6;
-    unsigned bits = 2;
-    while (bits < 32 && (std::uint64_t(1) << bits) < places) ++bits;
-    const unsigned left_bits = bits / 2;
-    const unsigned right_bits = bits - left_bits;
-    std::uint32_t keys[kRounds];
-    std::uint64_t state = seed * 0x9E3779B97F4A7C15u + call * 0xD1342543DE82EF95u + places;
-    for (std::uint32_t& key : keys) {
-        state += 0x9E3779B97F4A7C15u;
-        std::uint64_t one = (state ^ state >> 30) * 0xBF58476D1CE4E5B9u;
-        one = (one ^ one >> 27) * 0x94D049BB133111EBu;
-        key = std::uint32_t(one >> 32);
-    }
-    const auto scrambled = [](std::uint32_t value, std::uint32_t key) {
-        value = (value ^ key) * 0x9E3779B1u;
-        value = (value ^ value >> 15) * 0x85EBCA77u;
-        return value ^ value >> 16;
-    };
-    for (std::uint64_t one = 0; one < count; ++one) {
-        auto place = std::uint32_t(one);
-        do {
-            std::uint32_t left = place >> right_bits;
-            std::uint32_t right = place & ((std::uint32_t(1) << right_bits) - 1);
-            for (int round = 0; round < kRounds; round += 2) {
-                left ^= scrambled(right, keys[round]) >> (32 - left_bits);
-                right ^= scrambled(left, keys[round + 1]) >> (32 - right_bits);
-            }
-            place = left << right_bits | right;
-        } while (place >= places);
-        indices[one] = place;
-    }
-    std::sort(indices, indices + count);
 }
 
 }  // namespace lastgood

@@ -91,15 +91,20 @@ Found blocks_portable(const float* strip, std::size_t count, std::uint32_t first
     return found;
 }
 
-void stream_portable(float* target, const float* strip, std::size_t count) {
-    std::memcpy(target, strip, count * sizeof(float));
+void sum_stream_portable(const float* gradient, const float* residual, float* strip, std::size_t count, float* target,
+                         Weight heavy) {
+    for (std::size_t i = 0; i < count; ++i) strip[i] = gradient[i] + residual[i];
+    for (std::size_t i = 0; i < count; ++i) target[i] = (to_bits(strip[i]) & kMagnitude) < heavy ? strip[i] : 0.0f;
 }
 
+void streamed_portable() {}
+
 constexpr CompressKernels kPortable{{sum_float32_portable, sum_float16_portable, sum_bfloat16_portable},
+                                    sum_stream_portable,
+                                    streamed_portable,
                                     largest_portable,
                                     single_portable,
-                                    blocks_portable,
-                                    stream_portable};
+                                    blocks_portable};
 
 #if defined(__x86_64__)
 
@@ -213,19 +218,26 @@ LASTGOOD_AVX2 Found blocks_avx2(const float* strip, std::size_t count, std::uint
     return {found.above + rest.above, found.equal + rest.equal};
 }
 
-LASTGOOD_AVX2 void stream_avx2(float* target, const float* strip, std::size_t count) {
-    std::size_t i = 0;
-    while (i < count && reinterpret_cast<std::uintptr_t>(target + i) % 32 != 0) {
-        target[i] = strip[i];
-        ++i;
+LASTGOOD_AVX2 void sum_stream_avx2(const float* gradient, const float* residual, float* strip, std::size_t count,
+                                   float* target, Weight heavy) {
+    const __m256i magnitude = _mm256_set1_epi32(int(kMagnitude));
+    const __m256i limit = _mm256_set1_epi32(int(heavy > kMagnitude ? kMagnitude : heavy - 1));
+    for (std::size_t i = 0; i < count; i += 8) {
+        const __m256 sum = _mm256_add_ps(_mm256_loadu_ps(gradient + i), _mm256_loadu_ps(residual + i));
+        const __m256i out = _mm256_cmpgt_epi32(_mm256_and_si256(_mm256_castps_si256(sum), magnitude), limit);
+        _mm256_storeu_ps(strip + i, sum);
+        _mm256_stream_ps(target + i, _mm256_andnot_ps(_mm256_castsi256_ps(out), sum));
     }
-    for (; i + 8 <= count; i += 8) _mm256_stream_ps(target + i, _mm256_loadu_ps(strip + i));
-    for (; i < count; ++i) target[i] = strip[i];
-    _mm_sfence();
 }
 
-constexpr CompressKernels kAvx2{
-    {sum_float32_avx2, sum_float16_avx2, sum_bfloat16_avx2}, largest_avx2, single_avx2, blocks_avx2, stream_avx2};
+void streamed_x86() { _mm_sfence(); }
+
+constexpr CompressKernels kAvx2{{sum_float32_avx2, sum_float16_avx2, sum_bfloat16_avx2},
+                                sum_stream_avx2,
+                                streamed_x86,
+                                largest_avx2,
+                                single_avx2,
+                                blocks_avx2};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // AVX-512
@@ -301,22 +313,24 @@ LASTGOOD_AVX512 Found blocks_avx512(const float* strip, std::size_t count, std::
     return {found.above + rest.above, found.equal + rest.equal};
 }
 
-LASTGOOD_AVX512 void stream_avx512(float* target, const float* strip, std::size_t count) {
-    std::size_t i = 0;
-    while (i < count && reinterpret_cast<std::uintptr_t>(target + i) % 64 != 0) {
-        target[i] = strip[i];
-        ++i;
+LASTGOOD_AVX512 void sum_stream_avx512(const float* gradient, const float* residual, float* strip, std::size_t count,
+                                       float* target, Weight heavy) {
+    const __m512i magnitude = _mm512_set1_epi32(int(kMagnitude));
+    const __m512i limit = _mm512_set1_epi32(int(heavy));
+    for (std::size_t i = 0; i < count; i += 16) {
+        const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(gradient + i), _mm512_loadu_ps(residual + i));
+        const __mmask16 kept = _mm512_cmplt_epu32_mask(_mm512_and_si512(_mm512_castps_si512(sum), magnitude), limit);
+        _mm512_storeu_ps(strip + i, sum);
+        _mm512_stream_ps(target + i, _mm512_maskz_mov_ps(kept, sum));
     }
-    for (; i + 16 <= count; i += 16) _mm512_stream_ps(target + i, _mm512_loadu_ps(strip + i));
-    for (; i < count; ++i) target[i] = strip[i];
-    _mm_sfence();
 }
 
 constexpr CompressKernels kAvx512{{sum_float32_avx512, sum_float16_avx512, sum_bfloat16_avx512},
+                                  sum_stream_avx512,
+                                  streamed_x86,
                                   largest_avx512,
                                   single_avx512,
-                                  blocks_avx512,
-                                  stream_avx512};
+                                  blocks_avx512};
 
 bool has_f16c() {
     static const bool found = __builtin_cpu_supports("f16c");

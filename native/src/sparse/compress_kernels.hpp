@@ -16,7 +16,8 @@ constexpr std::uint32_t kMagnitude = 0x7FFFFFFF;
 constexpr Weight kInfinity = 0x7F800000;
 
 constexpr std::size_t kBlockWidth = 16;
-constexpr std::size_t kStripElements = 1024;  // a multiple of kBlockWidth
+constexpr std::size_t kStripElements = 256;  // a multiple of kBlockWidth; with few, a CPU reads the next strip meanwhile
+constexpr std::size_t kStreamAlign = 64;     // bytes
 
 struct Found {
     std::size_t above;  // heavier than the bound: stored
@@ -26,6 +27,11 @@ struct Found {
 struct CompressKernels {
     // strip[i] = gradient[i] + residual[i], or gradient[i] if there is no residual.
     void (*sum[3])(const void* gradient, const float* residual, float* strip, std::size_t count);
+    // Of two float32, and what weighs less than `heavy` of it past the caches to `target` (aligned), the rest as zeros.
+    // `count` is a multiple of kBlockWidth. After `streamed` other threads may read what this one wrote.
+    void (*sum_stream)(const float* gradient, const float* residual, float* strip, std::size_t count, float* target,
+                       Weight heavy);
+    void (*streamed)();
     Weight (*largest)(const float* strip, std::size_t count);
     // Stores numbers (from `first` on) and values of elements above the bound, in order. Up to 16 more are overwritten.
     Found (*single)(const float* strip, std::size_t count, std::uint32_t first, Weight bound, std::uint32_t* indices,
@@ -33,8 +39,6 @@ struct CompressKernels {
     // As `single`, for complete blocks, with their weights.
     Found (*blocks)(const float* strip, std::size_t count, std::uint32_t first, Weight bound, std::uint32_t* indices,
                     Weight* weights, float* values);
-    // Writes past the caches.
-    void (*stream)(float* target, const float* strip, std::size_t count);
 };
 
 const CompressKernels& compress_kernels(InstructionSet set);

@@ -103,11 +103,12 @@ class Compressor(ABC):
         Args:
             gradient: flat, contiguous, on the CPU: float32, float16 or bfloat16.
             residual: float32 of the same length. To the bit, what is sent and the new residual add up to the gradient
-                and the old residual, element by element (a zero may change its sign). Not changed if their sum is
-                not finite: then nothing is sent, and the result says so. None: what is not sent is lost.
+                and the old residual, element by element (a zero may change its sign). If the gradient is not finite,
+                nothing is sent, the result says so, and the residual stays as it is. So does each element whose sum
+                overflows, but then the others take up the finite gradient. None: what is not sent is lost.
             count: as `keep_count` gives it. Compressors of blocks choose as many blocks as hold so many elements.
             into: where the new residual goes instead; what is in it counts only if the result is finite. It saves
-                the pass over gradient and residual that otherwise tells first whether `residual` may be overwritten.
+                a read of the gradient, which otherwise tells first whether the residual may be overwritten.
         """
         self._check(gradient, residual, into, count)
         order = self._order(min(self.places, -(-count // self.width)))
