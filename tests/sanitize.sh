@@ -28,7 +28,8 @@ preload="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-na
 
 status=0
 env LD_PRELOAD="$preload" "$python" -m pytest -q -p no:cacheprovider -m 'not slow and not gpu and not fuzz' \
-    tests/native tests/fuzz tests/sparse/test_compress_kernels.py tests/sparse/test_index_kernels.py "$@" || status=1
+    tests/native tests/fuzz tests/sparse/test_compress_kernels.py tests/sparse/test_index_kernels.py \
+    tests/sparse/test_update.py "$@" || status=1
 # A test may expect a process to die and not look at why.
 if compgen -G "$reports/*" >/dev/null; then
     echo "sanitize.sh: reports of the sanitizers:" >&2

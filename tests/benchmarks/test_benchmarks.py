@@ -216,6 +216,13 @@ def test_optimizers(disk: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sparse_update(disk: Path) -> None:
+    done = run(disk, "sparse_update", "--quick", "--rounds", "1", "--elements", "5000")
+    items = results_of(disk, done, "sparse_update")["comparisons"]
+    assert [item["goal"] for item in items] == [5, 0.5, 20, 0.5, *[None] * 4, 5, 0.5, 15, 0.5, *[None] * 4]
+
+
+@pytest.mark.slow
 def test_checkmate(disk: Path) -> None:
     done = run(disk, "checkmate", "--quick", "--rounds", "2", "--policies", "block,drop", "--after-s", "3")
     found = results_of(disk, done, "checkmate")
