@@ -339,3 +339,37 @@ def test_an_engine_that_is_dropped_leaves_nothing_behind():
     loss_of(model, 0, 1).backward()
     optimizer.step()
     assert not torch.equal(model.norm.weight, before["norm.weight"])
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "added"])
+def test_a_parameter_that_came_later_is_refused(change):
+    model, optimizer = make()
+    if change == "added":
+        optimizer = torch.optim.SGD([one for name, one in model.named_parameters() if name != "norm.bias"], lr=0.1)
+    engine = Engine(model, optimizer, staleness=0)
+    train(engine, model, 0, 0, 2)
+    if change == "added":
+        optimizer.add_param_group({"params": [model.norm.bias]})
+    else:
+        model.frozen.requires_grad_(True)
+    before = bits(model)
+    engine.backward(loss_of(model, 0, 2))
+    with pytest.raises(ConfigError, match="make the engine after that change"):
+        engine.step()
+    for name, one in model.named_parameters():
+        assert torch.equal(one, before[name])
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["clipped", "replaced"])
+def test_a_gradient_that_is_changed_after_it_has_left_is_refused(way):
+    model, optimizer = make()
+    engine = Engine(model, optimizer, staleness=0)
+    engine.backward(loss_of(model, 0, 0))
+    if way == "clipped":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    else:
+        model.norm.bias.grad = torch.zeros(18)
+    with pytest.raises(ConfigError, match=r"was changed between engine\.backward\(\) and engine\.step\(\)"):
+        engine.step()
+    engine.close()

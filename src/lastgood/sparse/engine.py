@@ -365,6 +365,13 @@ class Engine(Checked):
         self._pipeline.wait_compressed()
         for side in self._pipeline.sides:
             side.layer.parameter.grad = None
+        for number, group in enumerate(self.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:  # torch's step would make a step of this rank's own
+                    raise ConfigError(
+                        f"parameter {place} of group {number}, of shape {tuple(parameter.shape)}, has a gradient, and "
+                        "was frozen or in no group when the engine was made; make the engine after that change"
+                    )
         self._sparse.begin(iteration)
         due = schedule.due()
         self._pipeline.wait_for(due)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from lastgood._lazy import torch
+from lastgood.errors import ConfigError
 from lastgood.sparse.blocks import SparseGradient
 from lastgood.sparse.compressors import Compressor, ValueType, keep_count, make_compressor
 from lastgood.sparse.engine_state import LayerShape, most_bytes
@@ -90,6 +91,8 @@ class Pipeline:
         self.exchange: Gathers | None = None
         self._tasks = Tasks(threads, "sparse-compress")
         self._compressing: dict[Task, Future[SparseGradient]] = {}
+        self._versions: list[tuple[Layer, torch.Tensor, int]] = []
+        """Gradients of this iteration, with torch's count of their changes when they were begun."""
         self._sent: dict[Task, SparseGradient] = {}
         self._gathered: dict[Task, Future[list[SparseGradient]]] = {}
 
@@ -97,8 +100,11 @@ class Pipeline:
         """The gradient of a layer is complete, or will not come in this iteration."""
         side, exchange = self.sides[number], self.exchange
         assert exchange is not None, "connected before the first backward pass"
-        gradient = None if side.layer.parameter.grad is None else flat_gradient(side.layer)
+        held = side.layer.parameter.grad
+        gradient = None if held is None else flat_gradient(side.layer)
         task = self._schedule.begin(number)
+        if held is not None:
+            self._versions.append((side.layer, held, held._version))
 
         def work() -> SparseGradient:
             sparse = self._compressed(side, gradient)
@@ -116,11 +122,21 @@ class Pipeline:
         return sparse
 
     def wait_compressed(self) -> None:
-        """Return when everything that was begun is on its way: gradients are not needed any more."""
+        """Return when everything that was begun is on its way: gradients are not needed any more.
+
+        Raises ConfigError for a gradient that was changed since it was begun: another one has left.
+        """
         what = f"the compressors of iteration {self._schedule.iteration}"
         sparse = results(self._compressing.values(), self._timeout_s, what)
         self._sent.update(zip(self._compressing, sparse, strict=True))
         self._compressing.clear()
+        versions, self._versions = self._versions, []
+        for layer, held, version in versions:
+            if layer.parameter.grad is not held or held._version != version:
+                raise ConfigError(
+                    f"the gradient of {layer.name} was changed between engine.backward() and engine.step() (clipped?), "
+                    "and had left before; change it by a hook of its parameter, as parameter.register_hook(...)"
+                )
 
     def wait_for(self, tasks: Sequence[Task]) -> None:
         """Return when all ranks' blocks of these are here. Raises what the exchange raises, and WaitTimeout."""
