@@ -54,6 +54,12 @@ def test_a_restart_is_seen_though_a_channel_was_silent(seed: int, tmp_path: Path
     check(range(seed, seed + 1), tmp_path)
 
 
+def test_what_is_cut_by_the_end_of_a_batch_of_frames_is_not_lost(tmp_path: Path) -> None:
+    """RoCEv2 with two channels: the last message of a bucket goes on in the next batch, and nothing was lost."""
+    assert schedule_of(191).faultless
+    check(range(191, 192), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_a_thousand_schedules(part: int, tmp_path: Path) -> None:

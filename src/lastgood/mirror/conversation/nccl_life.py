@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lastgood.mirror.conversation.expected import CollectiveSequence, Item, shapes_difference
-from lastgood.mirror.conversation.nccl_plan import NcclMessage, NcclPlan, Role, Variant
+from lastgood.mirror.conversation.nccl_plan import NcclMessage, NcclPlan, Role, Variant, match_roles
 from lastgood.mirror.conversation.places import (
     CONTENT_KINDS,
     IGNORED,
@@ -54,6 +54,13 @@ class _Cursor:
     """Which of its messages."""
     at: int = 0
     """Which message of the flow."""
+    newest: int = 0
+    """The collective of the message before it, whose bytes may still come."""
+
+    @property
+    def passed(self) -> int:
+        """All collectives before this one are complete in the flow, as far as it carries them."""
+        return self.newest if self.at else self.collective
 
 
 @dataclass
@@ -199,6 +206,7 @@ class NcclLife:
             while cursor.message < len(plan) and cursor.at < here.first + len(here.sizes):
                 if plan[cursor.message].nbytes != here.sizes[cursor.at - here.first]:
                     return False
+                cursor.newest = cursor.collective
                 cursor.message += 1
                 cursor.at += 1
             if cursor.message < len(plan):
@@ -392,7 +400,7 @@ class NcclLife:
             if self.dead is None:
                 self._drop_silent_roles(here)
                 self._follow(here)
-        passed = min((cursor.collective for one in self.flows.values() for cursor in one.roles.values()), default=0)
+        passed = min((cursor.passed for one in self.flows.values() for cursor in one.roles.values()), default=0)
         if len(self.flows) < self._most_flows:
             passed = 0  # what has not spoken yet may carry the rest
         passed = max(passed, self._count - _STAY_OPEN)
@@ -484,19 +492,3 @@ class NcclLife:
         if step not in self._lost:
             self._lost.add(step)
             self._emit(LostStep(step, why))
-
-
-def match_roles(allowed: dict[int, list[Role]]) -> bool:
-    """Whether each flow can have one of its roles, and no role is that of two flows."""
-    owner: dict[Role, int] = {}
-
-    def find(flow: int, tried: set[Role]) -> bool:
-        for role in allowed[flow]:
-            if role not in tried:
-                tried.add(role)
-                if role not in owner or find(owner[role], tried):
-                    owner[role] = flow
-                    return True
-        return False
-
-    return all(find(flow, set()) for flow in allowed)

@@ -10,7 +10,7 @@ from lastgood.mirror.conversation.expected import Item
 from lastgood.mirror.job.description import JobDescription
 from lastgood.wire.nccl import messages, nccl_broadcast, nccl_layout, simple_slices
 
-__all__ = ["NcclMessage", "NcclPlan", "Role", "Variant"]
+__all__ = ["NcclMessage", "NcclPlan", "Role", "Variant", "match_roles"]
 
 Role = tuple[int, int]
 """Rank that sends, and channel."""
@@ -109,3 +109,19 @@ class NcclPlan:
                     final = one.send.step >= ranks - 1
                     add(rank, one.send.chunk.channel, begin, begin + one.elements * item_bytes, final)
         return found
+
+
+def match_roles(allowed: dict[int, list[Role]]) -> bool:
+    """Whether each flow can have one of its roles, and no role is that of two flows."""
+    owner: dict[Role, int] = {}
+
+    def find(flow: int, tried: set[Role]) -> bool:
+        for role in allowed[flow]:
+            if role not in tried:
+                tried.add(role)
+                if role not in owner or find(owner[role], tried):
+                    owner[role] = flow
+                    return True
+        return False
+
+    return all(find(flow, set()) for flow in allowed)
