@@ -208,6 +208,56 @@ def test_nodes_that_are_not_there_are_named(bed: Testbed) -> None:
             act("vm3")
 
 
+def queues(name: str, node: str) -> list[dict[str, object]]:
+    """The one queue at each end of a node's link, with its kind and rate in bits per second."""
+    found = []
+    for space, device in ((node, "eth0"), ("br", node)):
+        command = ["tc", "-json", "-n", f"lgtb-{name}-{space}", "qdisc", "show", "dev", device]
+        (queue,) = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=20).stdout)
+        found.append({"kind": queue["kind"], "rate": queue.get("options", {}).get("rate", 0) * 8})
+    return found
+
+
+def seconds_for(bed: Testbed, node: str, mib: int) -> float:
+    begin = time.monotonic()
+    assert bed.remote().run(node, ["wc", "-c"], 60, input=b"x" * (mib << 20)).text == str(mib << 20)
+    return time.monotonic() - begin
+
+
+def test_the_rate_of_one_node_is_set_while_it_runs_and_stays_after_a_restart(bed: Testbed) -> None:
+    before = what_stays(bed)
+    told = CliRunner().invoke(app, ["testbed", "rate", "vm2", "20mbit", "--name", bed.name])
+    assert told.exit_code == 0, told.output
+    assert what_stays(bed) == before
+    assert queues(bed.name, "vm2") == [{"kind": "tbf", "rate": 20_000_000}] * 2
+    assert queues(bed.name, "vm1") == [{"kind": "noqueue", "rate": 0}] * 2
+    assert seconds_for(bed, "vm2", 4) > 1.5  # 1.68 s at 20 Mbit/s, but for what the bucket holds
+    bed.restart("vm2")
+    assert queues(bed.name, "vm2") == [{"kind": "tbf", "rate": 20_000_000}] * 2
+    bed.set_rate("vm2", "1gbit")
+    assert seconds_for(bed, "vm2", 4) < 1.5
+    again = Testbed.up(2, name=bed.name)
+    assert again.settings.node_rates_bits_per_s == {}
+    assert queues(bed.name, "vm2") == [{"kind": "noqueue", "rate": 0}] * 2
+    with pytest.raises(ConfigError, match="its nodes are vm1, vm2"):
+        again.set_rate("vm3", "1gbit")
+
+
+def test_a_delay_is_made_or_refused_clearly(bed: Testbed) -> None:
+    try:
+        bed.set_delay("vm2", "30ms")
+    except HostError as error:
+        assert "has no netem" in str(error)
+        assert Testbed.load(bed.name).settings.node_delays_us == {}
+        return
+    ping = from_vm1(bed, "true")
+    assert ping.returncode == 0
+    bed.set_rate("vm2", "100mbit")
+    assert Testbed.load(bed.name).settings.node_delays_us == {"vm2": 30_000}
+    bed.set_delay("vm2", "0ms")
+    assert queues(bed.name, "vm2")[0]["kind"] == "tbf"
+
+
 def test_a_second_testbed_does_not_touch_the_first_and_leaves_nothing(bed: Testbed, own_name: str) -> None:
     hosts, before = Path("/etc/hosts").read_bytes(), what_stays(bed)
     with Testbed.up(1, name=own_name, rate="100mbit", slots=4) as other:

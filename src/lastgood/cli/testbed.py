@@ -31,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")
 def up(
     nodes: Annotated[int, typer.Option(help="How many nodes.")] = 2,
     rate: Annotated[
-        str | None, typer.Option(help="Limit of each node's link, both ways, as 1gbit; none by default.")
+        str | None, typer.Option(help="Limit of links, both ways, as 1gbit or 1gbit,vm2=50mbit; none by default.")
     ] = None,
     slots: Annotated[int, typer.Option(help="Slots of each node in the hostfile.")] = 1,
     hostfile: Annotated[Path | None, typer.Option(help="Also write the hostfile here.")] = None,
@@ -67,7 +67,17 @@ def status(name: Name = "main", as_json: AsJson = False) -> None:
     nodes = bed.status()
     if as_json:
         settings = bed.settings.model_dump(mode="json", exclude={"version", "complete"})
-        found = [{"name": n.name, "address": n.address, "state": n.state, "processes": n.processes} for n in nodes]
+        found = [
+            {
+                "name": node.name,
+                "address": node.address,
+                "state": node.state,
+                "processes": node.processes,
+                "rate_bits_per_s": bed.settings.rate_of(node.name),
+                "delay_us": bed.settings.node_delays_us.get(node.name, 0),
+            }
+            for node in nodes
+        ]
         emit_json({**settings, "ssh_config": str(bed.ssh_config), "nodes": found})
         return
     rows = ((node.name, node.address, node.state, node.processes) for node in nodes)
@@ -93,6 +103,28 @@ for _command, _done, _help in (
     ("restart", "up again", "Bring a node up again, as after a loss; what still runs in it is killed before."),
 ):
     app.command(_command, help=_help)(_changing(_command, _done))
+
+
+@app.command()
+def rate(
+    node: Node,
+    limit: Annotated[str, typer.Argument(metavar="RATE", help="As 50mbit.")],
+    name: Name = "main",
+) -> None:
+    """Limit a node's link from now on, both ways; what is connected goes on."""
+    _bed(name).set_rate(node, limit)
+    console.print(f"testbed {name}: the link of {node} carries {limit}")
+
+
+@app.command()
+def delay(
+    node: Node,
+    time: Annotated[str, typer.Argument(metavar="TIME", help="Each way, as 20ms; 0ms ends it.")],
+    name: Name = "main",
+) -> None:
+    """Delay what a node sends and gets from now on, if this machine's kernel has netem."""
+    _bed(name).set_delay(node, time)
+    console.print(f"testbed {name}: the link of {node} has a delay of {time} each way")
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True})

@@ -17,7 +17,9 @@ from lastgood.cluster.testbed.state import (
     choose_subnet,
     forget,
     load_state,
+    parse_delay,
     parse_rate,
+    parse_rates,
     prepare_folder,
     rate_text,
     save_state,
@@ -48,6 +50,34 @@ def test_names_that_links_cannot_have_are_refused(name: str) -> None:
 )
 def test_rates(text: str, rate: int) -> None:
     assert parse_rate(text) == rate
+
+
+def test_rates_of_single_nodes() -> None:
+    assert parse_rates("1gbit") == (10**9, {})
+    assert parse_rates("1gbit, vm2=50mbit,vm3=5mbit") == (10**9, {"vm2": 50 * 10**6, "vm3": 5 * 10**6})
+    assert parse_rates("vm1=50mbit") == (None, {"vm1": 50 * 10**6})
+    for wrong in ("1gbit,2gbit", "vm1=1gbit,vm1=2gbit", "vm1=", "", "=1gbit,=1gbit"):
+        with pytest.raises(ConfigError):
+            parse_rates(wrong)
+
+
+@pytest.mark.parametrize(("text", "us"), [("20ms", 20_000), ("500us", 500), ("0ms", 0), ("1.5MS", 1500)])
+def test_delays(text: str, us: int) -> None:
+    assert parse_delay(text) == us
+
+
+@pytest.mark.parametrize("text", ["", "20", "-1ms", "1s", "10001ms", "infms"])
+def test_what_is_no_delay_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a delay"):
+        parse_delay(text)
+
+
+def test_single_nodes_have_their_own_rates_in_the_record() -> None:
+    made = state(rate_bits_per_s=10**9, node_rates_bits_per_s={"vm2": 10**7}, node_delays_us={"vm1": 100})
+    assert (made.rate_of("vm1"), made.rate_of("vm2")) == (10**9, 10**7)
+    for wrong in ({"node_rates_bits_per_s": {"vm3": 1}}, {"node_delays_us": {"vm1": 0}}):
+        with pytest.raises(ValueError):
+            state(**wrong)
 
 
 @given(st.one_of(*(st.builds("{}{}".format, st.decimals("1.6", 100, places=3), st.just(u)) for u in ("mbit", "gbit"))))

@@ -34,6 +34,7 @@ __all__ = [
     "add_bridge",
     "add_node_link",
     "has_bridge",
+    "has_netem",
     "in_a_testbed",
     "in_namespace",
     "ip_batch",
@@ -54,6 +55,7 @@ __all__ = [
     "routed_networks",
     "run_program",
     "set_link",
+    "shape_link",
     "signal_processes",
 ]
 
@@ -221,9 +223,8 @@ def add_node_link(state: BedState, node: str) -> None:
         "link set eth0 up",
     )
     ip_batch(bridge_space, f"link set {node} master {_BRIDGE} up")
-    if state.rate_bits_per_s is not None:
-        for where, device in ((space, "eth0"), (bridge_space, node)):
-            _limit(where, device, state.rate_bits_per_s)
+    if state.rate_of(node) is not None or node in state.node_delays_us:
+        shape_link(state, node)
 
 
 def set_link(bed: str, node: str, *, up: bool) -> None:
@@ -271,12 +272,36 @@ def ip_batch(space: str, *commands: str) -> None:
     run_program("ip", "-n", space, "-batch", "-", lines=commands)
 
 
-def _limit(space: str, device: str, bits_per_s: int) -> None:
-    # tbf cannot send more in one go than its bucket holds: large segments need 64 KiB, and each tick of the kernel's
-    # clock (4 ms at worst) its share of the rate.
-    burst = max(128 << 10, bits_per_s // 8 // 250)
-    bucket = ["rate", f"{bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
-    run_program("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
+def shape_link(state: BedState, node: str) -> None:
+    """Give both ends of a node's link the rate and delay that its testbed's record says, also while it is used."""
+    rate, delay_us = state.rate_of(node), state.node_delays_us.get(node)
+    wanted = {"tbf"} if rate is not None else set()
+    if delay_us is not None:
+        wanted.add("netem")
+    for space, device in ((namespace_of(state.name, node), "eth0"), (namespace_of(state.name, "br"), node)):
+        where = ["tc", "-n", space, "qdisc"]
+        present = {str(one.get("kind")) for one in listed("tc", "-n", space, "-json", "qdisc", "show", "dev", device)}
+        if present & {"tbf", "netem"} - wanted:
+            run_program(*where, "del", "dev", device, "root")
+        if rate is not None:
+            # tbf cannot send more in one go than its bucket holds: large segments need 64 KiB, and each tick of the
+            # kernel's clock (4 ms at worst) its share of the rate.
+            burst = max(128 << 10, rate // 8 // 250)
+            bucket = ["rate", f"{rate}bit", "burst", str(burst), "latency", "50ms"]
+            run_program(*where, "replace", "dev", device, "root", "handle", "1:", "tbf", *bucket)
+        if delay_us is not None:
+            parent = ["root"] if rate is None else ["parent", "1:1"]
+            run_program(*where, "replace", "dev", device, *parent, "netem", "limit", "100000", "delay", f"{delay_us}us")
+
+
+def has_netem(space: str) -> bool:
+    """Whether this kernel can delay packets (sch_netem), as a try in a namespace shows."""
+    try:
+        run_program("tc", "-n", space, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1us")
+    except HostError:
+        return False
+    run_program("tc", "-n", space, "qdisc", "del", "dev", "lo", "root")
+    return True
 
 
 # -- processes -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from lastgood.cluster.hostfile import MAX_SLOTS
 from lastgood.errors import ConfigError, StorageError
@@ -34,7 +34,9 @@ __all__ = [
     "choose_subnet",
     "forget",
     "load_state",
+    "parse_delay",
     "parse_rate",
+    "parse_rates",
     "prepare_folder",
     "rate_text",
     "save_state",
@@ -51,6 +53,8 @@ _FOLDER = re.compile(r"/[A-Za-z0-9_./+@=,-]{0,255}")
 _STATE_FILE = "testbed.json"
 _MAX_STATE_BYTES = 64 << 10
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(kbit|mbit|gbit)")
+_DELAY = re.compile(r"([0-9]{1,8}(?:\.[0-9]{1,3})?)(us|ms)")
+_MOST_DELAY_US = 10**7
 _RATE_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _CANDIDATES = [f"{first}.{third}.0/24" for first in ("10.219", "172.30", "192.168") for third in range(1, 251)]
 
@@ -69,6 +73,10 @@ class BedState(FrozenModel):
     nodes: int = Field(ge=1, le=MAX_NODES)
     slots: int = Field(ge=1, le=MAX_SLOTS)
     rate_bits_per_s: int | None = Field(ge=1, le=10**12)
+    node_rates_bits_per_s: dict[str, int] = Field(default_factory=dict, max_length=MAX_NODES)
+    """Of nodes whose links have another rate than the others."""
+    node_delays_us: dict[str, int] = Field(default_factory=dict, max_length=MAX_NODES)
+    """Of nodes whose links have a delay, each way."""
     subnet: Annotated[ipaddress.IPv4Network, AfterValidator(_of_256)]
     complete: bool = False
 
@@ -80,6 +88,19 @@ class BedState(FrozenModel):
     def address(self, node: str) -> str:
         """The address of a node."""
         return str(self.subnet[int(node.removeprefix("vm"))])
+
+    def rate_of(self, node: str) -> int | None:
+        """Bits per second of a node's link; None without a limit."""
+        return self.node_rates_bits_per_s.get(node, self.rate_bits_per_s)
+
+    @model_validator(mode="after")
+    def _nodes_of_it(self) -> BedState:
+        strange = {*self.node_rates_bits_per_s, *self.node_delays_us} - {*self.node_names}
+        if strange or not all(1 <= rate <= 10**12 for rate in self.node_rates_bits_per_s.values()):
+            raise ValueError(f"rates of nodes {sorted(strange)}, or out of bounds")
+        if not all(1 <= delay <= _MOST_DELAY_US for delay in self.node_delays_us.values()):
+            raise ValueError("a delay out of bounds")
+        return self
 
     @property
     def host_address(self) -> str:
@@ -102,6 +123,30 @@ def parse_rate(text: str) -> int:
     if not 10**6 <= rate <= 10**11:
         raise ConfigError(f"not a rate: {text[:80]!r}; write it as in 100mbit or 2.5gbit, from 1mbit to 100gbit")
     return rate
+
+
+def parse_rates(text: str) -> tuple[int | None, dict[str, int]]:
+    """The rate of all nodes and those of single ones, of ``1gbit,vm2=50mbit``. Raises ConfigError."""
+    every: int | None = None
+    single: dict[str, int] = {}
+    for word in text.split(","):
+        node, equals, rate = word.strip().rpartition("=")
+        if equals and node not in single:
+            single[node] = parse_rate(rate)
+        elif not equals and every is None:
+            every = parse_rate(word)
+        else:
+            raise ConfigError(f"--rate {text[:80]}: a rate is given twice")
+    return every, single
+
+
+def parse_delay(text: str) -> int:
+    """Microseconds of ``20ms``, ``500us``, up to 10 s; 0 for no delay. Raises ConfigError."""
+    found = _DELAY.fullmatch(text.strip().lower())
+    delay = round(float(found[1]) * (1000 if found[2] == "ms" else 1)) if found else -1
+    if not 0 <= delay <= _MOST_DELAY_US:
+        raise ConfigError(f"not a delay: {text[:80]!r}; 20ms and 500us are, and at most 10000ms")
+    return delay
 
 
 def rate_text(bits_per_s: int) -> str:

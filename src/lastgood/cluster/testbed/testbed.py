@@ -39,7 +39,9 @@ from lastgood.cluster.testbed.state import (
     choose_subnet,
     forget,
     load_state,
+    parse_delay,
     parse_rate,
+    parse_rates,
     prepare_folder,
     rate_text,
     save_state,
@@ -128,9 +130,10 @@ class Testbed:
         """Make a testbed of nodes vm1 to vmN, or make the one of this name whole again.
 
         So killed, cut and paused nodes are up when this returns.
-        `rate` limits each node's link, as ``1gbit``, both ways. `state` is a new or empty folder for keys and
-        configuration (by default below /run). With `guarded`, a process of its own takes the testbed down when this
-        process ends, however it ends.
+        `rate` limits each node's link, as ``1gbit``, or single ones, as ``1gbit,vm2=50mbit``, both ways; rates and
+        delays that single nodes were given later are those of this call again. `state` is a new or empty folder for
+        keys and configuration (by default below /run). With `guarded`, a process of its own takes the testbed down
+        when this process ends, however it ends.
         Raises ConfigError for wrong arguments, and where a testbed of this name has others.
         """
         check_bed_name(name)
@@ -138,7 +141,10 @@ class Testbed:
             raise ConfigError(f"a testbed has 1 to {MAX_NODES} nodes, not {nodes}")
         if not 1 <= slots <= MAX_SLOTS:
             raise ConfigError(f"a node has 1 to {MAX_SLOTS} slots, not {slots}")
-        settings = nodes, slots, None if rate is None else parse_rate(rate)
+        every, single = (None, {}) if rate is None else parse_rates(rate)
+        if strange := set(single) - {f"vm{number}" for number in range(1, nodes + 1)}:
+            raise ConfigError(f"--rate {rate}: a testbed of {nodes} nodes has no {', '.join(sorted(strange))[:80]}")
+        settings = nodes, slots, every
         _require()
         with _changing():
             bed = _whole(cls, name, settings, state)
@@ -146,7 +152,9 @@ class Testbed:
             guard = _start_guard(name) if guarded else None
             try:
                 if bed is None:
-                    bed = _build(cls, name, settings, state)
+                    bed = _build(cls, name, settings, single, state)
+                else:
+                    bed._reshape(single, {})
             except BaseException:
                 _end_guard(guard)
                 raise
@@ -287,7 +295,39 @@ class Testbed:
         with self._changing(node):
             self._restart(node)
 
+    def set_rate(self, node: str, rate: str) -> None:
+        """Limit a node's link from now on, both ways, as ``50mbit``; connections go on. A restart keeps it."""
+        bits_per_s = parse_rate(rate)
+        with self._changing(node):
+            rates = {**self.settings.node_rates_bits_per_s, node: bits_per_s}
+            self._reshape(rates, self.settings.node_delays_us)
+
+    def set_delay(self, node: str, delay: str) -> None:
+        """Delay what a node sends and gets, each by ``20ms`` say, from now on; ``0ms`` ends it. A restart keeps it.
+
+        Raises HostError if this machine's kernel has no netem.
+        """
+        delay_us = parse_delay(delay)
+        with self._changing_running(node):
+            if delay_us and not net.has_netem(net.namespace_of(self.name, node)):
+                raise HostError("this machine: its kernel has no netem (module sch_netem), so links have no delay here")
+            delays = {**self.settings.node_delays_us, node: delay_us}
+            self._reshape(self.settings.node_rates_bits_per_s, {one: us for one, us in delays.items() if us})
+
     # -- inside --
+
+    def _reshape(self, rates: dict[str, int], delays: dict[str, int]) -> None:
+        before = self.settings
+        state = before.model_copy(update={"node_rates_bits_per_s": dict(rates), "node_delays_us": dict(delays)})
+        if state == before:
+            return
+        # Noted first: a restart of the node makes its link as the record says.
+        save_state(self.folder, state)
+        self.settings = state
+        for node in self.node_names:
+            changed = state.rate_of(node) != before.rate_of(node) or delays.get(node) != before.node_delays_us.get(node)
+            if changed and net.processes_in(net.namespace_of(self.name, node)):
+                net.shape_link(state, node)
 
     def _kill(self, node: str) -> None:
         space = net.namespace_of(self.name, node)
@@ -333,11 +373,13 @@ class Testbed:
     def _changing(self, node: str) -> Iterator[None]:
         self._checked(node)
         with _changing():
-            if load_state(self.name) != (self.folder, self.settings):
+            found = load_state(self.name)
+            if found is None or (found[0], _made_with(found[1])) != (self.folder, _made_with(self.settings)):
                 raise ConfigError(
                     f"testbed {self.name} was taken down meanwhile, or made again; see `lastgood testbed status --name "
                     f"{self.name}`"
                 )
+            self.settings = found[1]  # another process may have given a link another rate
             yield
 
     @contextmanager
@@ -348,6 +390,11 @@ class Testbed:
                     f"{node}: it was killed; `lastgood testbed restart {node} --name {self.name}` brings it back"
                 )
             yield
+
+
+def _made_with(state: BedState) -> BedState:
+    """What does not change while a testbed is up."""
+    return state.model_copy(update={"node_rates_bits_per_s": {}, "node_delays_us": {}})
 
 
 def _require() -> None:
@@ -383,11 +430,18 @@ def _whole(kind: type[Testbed], name: str, settings: _Settings, folder: Path | N
     return bed
 
 
-def _build(kind: type[Testbed], name: str, settings: _Settings, folder: Path | None) -> Testbed:
+def _build(kind: type[Testbed], name: str, settings: _Settings, single: dict[str, int], folder: Path | None) -> Testbed:
     _remove(name)
     nodes, slots, rate_bits_per_s = settings
     subnet = choose_subnet(net.routed_networks())
-    state = BedState(name=name, nodes=nodes, slots=slots, rate_bits_per_s=rate_bits_per_s, subnet=subnet)
+    state = BedState(
+        name=name,
+        nodes=nodes,
+        slots=slots,
+        rate_bits_per_s=rate_bits_per_s,
+        node_rates_bits_per_s=single,
+        subnet=subnet,
+    )
     place = prepare_folder(name, folder)
     try:
         save_state(place, state)
