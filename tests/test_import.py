@@ -57,7 +57,7 @@ FLOORS = [
         "experiments.advise experiments.runs experiments.plan",
         "experiments.goodput experiments.multirank experiments.figures",
         "experiments.dcp_runs experiments.flowcheck experiments.tables",
-        "experiments.remote_runs",
+        "experiments.remote_runs experiments.stellatrain_runs",
         "experiments.claims experiments.plots",
         "experiments.report",
         "cli",

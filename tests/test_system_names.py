@@ -27,6 +27,7 @@ ALLOWED = {
     ("experiments/figures/registry.py", "checkmate"): "a figure's name",
     ("experiments/figures/registry.py", "dcp"): "a figure's name",
     ("experiments/figures/registry.py", "flowcheck"): "a figure's name",
+    ("experiments/figures/registry.py", "stellatrain"): "a figure's name",
     ("experiments/records/dcp.py", "dcp"): "the name of a figure's panel",
     ("experiments/plan/node_checks.py", "checkmate"): "a figure's section of the configuration",
     ("experiments/plan/variants.py", "checkmate"): "a figure's section of the configuration",

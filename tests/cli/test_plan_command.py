@@ -76,7 +76,7 @@ def test_overrides_may_come_one_by_one() -> None:
         (
             ["fig7"],
             "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, checkmate, dcp, flowcheck, remote, "
-            "test_simple",
+            "stellatrain, test_simple",
         ),
         (["fig8", "a=1"], "unknown key"),
     ],

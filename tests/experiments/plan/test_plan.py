@@ -179,6 +179,7 @@ def test_an_unknown_figure_is_refused() -> None:
         "dcp",
         "flowcheck",
         "remote",
+        "stellatrain",
         SIMPLE,
     ]
 

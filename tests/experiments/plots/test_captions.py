@@ -28,6 +28,7 @@ KEPT = {
     "dcp": "amd-epyc-2c/dcp_dcp.csv",
     "flowcheck": "amd-epyc-2c/flowcheck_training.csv",
     "remote": "amd-epyc-2c/remote_training.csv",
+    "stellatrain": "amd-epyc-2c/stellatrain_links.csv",
 }
 
 

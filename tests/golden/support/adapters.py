@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[3]
-CAME_LATER = ("dcp", "flowcheck", "remote")
+CAME_LATER = ("dcp", "flowcheck", "remote", "stellatrain")
 """Figures that are not in the kept data."""
 _SPECS: dict[str, Any] = {"run": RunSpec, "goodput": GoodputSpec, "optimizer": OptimizerSpec}
 

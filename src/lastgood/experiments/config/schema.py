@@ -25,6 +25,7 @@ from lastgood.experiments.config.sections import (
     RemoteSection,
     ThreadsSection,
 )
+from lastgood.experiments.config.stellatrain_section import StellatrainSection
 from lastgood.experiments.config.values import (
     Count,
     CountOrZero,
@@ -120,6 +121,9 @@ class Config(FrozenModel):
     )
     remote: RemoteSection = Field(
         default_factory=RemoteSection, description="what the figure of checkpoints that leave the machine measures"
+    )
+    stellatrain: StellatrainSection = Field(
+        default_factory=StellatrainSection, description="what StellaTrain's figure measures, panel by panel"
     )
 
     @property

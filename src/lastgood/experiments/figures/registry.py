@@ -26,10 +26,20 @@ from lastgood.experiments.plan.cells import (
     why_no_remote,
 )
 from lastgood.experiments.plan.flowcheck import plan_flowcheck
+from lastgood.experiments.plan.stellatrain import plan_stellatrain
 from lastgood.experiments.plan.variants import BLOB, Variant, concurrency_variants, memory_variants, threads_variants
 from lastgood.experiments.records.base import Spec
 from lastgood.experiments.records.dcp import DCP_PANEL
-from lastgood.experiments.records.kinds import DCP, FLOWCHECK, GOODPUT, REMOTE, RUN, MeasurementKind, load_function
+from lastgood.experiments.records.kinds import (
+    DCP,
+    FLOWCHECK,
+    GOODPUT,
+    REMOTE,
+    RUN,
+    STELLATRAIN,
+    MeasurementKind,
+    load_function,
+)
 from lastgood.experiments.records.optimizer import OPTIMIZER_PANEL
 from lastgood.experiments.records.remote import WAYS
 from lastgood.experiments.systems.over_ranks import why_no_deepspeed
@@ -162,6 +172,14 @@ _FIGURES = {
         shows=REMOTE,
         always=lambda _: False,
         lacks=lambda _: why_no_remote(),
+    ),
+    # Its links need root and a testbed, which nobody gets unasked.
+    "stellatrain": FigureKind(
+        plan_stellatrain,
+        lambda config: config.stellatrain.parts,
+        "lastgood.experiments.plots.stellatrain:plot_stellatrain",
+        shows=STELLATRAIN,
+        always=lambda _: False,
     ),
 }
 

@@ -19,9 +19,12 @@ __all__ = [
     "dcp_caption",
     "flowcheck_caption",
     "goodput_caption",
+    "joined",
+    "joined_sentences",
     "optimizer_caption",
     "persist_caption",
     "remote_caption",
+    "revision_words",
     "sweep_caption",
     "throughput_caption",
 ]
@@ -41,7 +44,7 @@ def throughput_caption(frame: pd.DataFrame) -> str:
         _bound(frame),
         _published(frame),
     ]
-    return _joined_sentences([*sentences, _revision(frame)])
+    return joined_sentences([*sentences, revision_words(frame)])
 
 
 def checkmate_caption(frame: pd.DataFrame) -> str:
@@ -64,9 +67,9 @@ def checkmate_caption(frame: pd.DataFrame) -> str:
         "counted.",
         _checkmate_published(frame),
         _bound(frame),
-        _revision(frame),
+        revision_words(frame),
     ]
-    return _joined_sentences(sentences)
+    return joined_sentences(sentences)
 
 
 def _received(frame: pd.DataFrame) -> str:
@@ -92,15 +95,15 @@ def optimizer_caption(frame: pd.DataFrame) -> str:
     runs = frame["record"].nunique()
     together = "" if frame["shadows"].max() == 1 else " Several shadows work at the same time, on this machine."
     sentences = [
-        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}"
+        f"Machine {joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}"
         f"{warning}.",
         f"{int(first['parameters']) / 1e6:.4g} million parameters in buckets, shared out over the shadows; of each "
         f"update the shadow that takes longest counts.{together}",
         f"{runs} run{'' if runs == 1 else 's'} of {_joined_range(frame['updates'])} updates for each point: marker "
         "median, whisker fastest to slowest.",
-        _revision(frame),
+        revision_words(frame),
     ]
-    return _joined_sentences(sentences)
+    return joined_sentences(sentences)
 
 
 def dcp_caption(frame: pd.DataFrame) -> str:
@@ -114,18 +117,18 @@ def dcp_caption(frame: pd.DataFrame) -> str:
     ]
     reasons = sorted({reason for text in frame["invalid"].dropna() for reason in str(text).split("; ") if reason})
     sentences = [
-        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}.",
-        f"State of {format_bytes(float(first['state_bytes']))} ({first['model']}, {_joined(frame['state'])}), every "
+        f"Machine {joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}.",
+        f"State of {format_bytes(float(first['state_bytes']))} ({first['model']}, {joined(frame['state'])}), every "
         "load compared with what was saved and read without the page cache.",
         f"{runs} run{'' if runs == 1 else 's'} of {_joined_range(frame['iterations'])} saves and loads: bar median, "
         "whisker slowest to fastest; all bytes over the slowest rank's time.",
         f"Bound: {'; '.join(values)}." if values else "No bound was measured.",
         f"Not to be compared: {'; '.join(reasons)}." if reasons else "",
         _on_s3(frame[frame["medium"] == "s3"]),
-        f"torch {_joined(frame['torch'])}.",
-        _revision(frame),
+        f"torch {joined(frame['torch'])}.",
+        revision_words(frame),
     ]
-    return _joined_sentences(sentences)
+    return joined_sentences(sentences)
 
 
 def flowcheck_caption(frame: pd.DataFrame) -> str:
@@ -135,7 +138,7 @@ def flowcheck_caption(frame: pd.DataFrame) -> str:
     published = frame[frame["source"] == "published"]
     notes = sorted(set(frame["note"].dropna()))
     sentences = [
-        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}"
+        f"Machine {joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}"
         f"{warning}.",
         str(first["words"]),
         *(f"{note}." for note in notes),
@@ -143,9 +146,9 @@ def flowcheck_caption(frame: pd.DataFrame) -> str:
             f"Published: {row['series']}, {row['setting']} ({row['paper_source']})."
             for _, row in published.drop_duplicates(["series", "setting"]).iterrows()
         ),
-        _revision(frame),
+        revision_words(frame),
     ]
-    return _joined_sentences(sentences)
+    return joined_sentences(sentences)
 
 
 def _on_s3(frame: pd.DataFrame) -> str:
@@ -186,16 +189,16 @@ def remote_caption(frame: pd.DataFrame) -> str:
         reading = "From the third checkpoint on: the first two tell what changes."
     failed = int(frame["failed"].fillna(0).sum())
     sentences = [
-        f"Machine {_joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}.",
+        f"Machine {joined(frame['machine'])} ({first['cpu']}, {int(first['cores'])} cores), scale {first['scale']}.",
         f"State: {size}.",
         reading,
         f"{frame.groupby('way').size().max()} measurements of each: bar median, circles single ones.",
         f"{failed} checkpoints failed." if failed else "",
         f"S3: {first['server']}, on the same machine.",
-        f"torch {_joined(frame['torch'])}.",
-        _revision(frame),
+        f"torch {joined(frame['torch'])}.",
+        revision_words(frame),
     ]
-    return _joined_sentences(sentences)
+    return joined_sentences(sentences)
 
 
 def sweep_caption(frame: pd.DataFrame) -> str:
@@ -212,15 +215,15 @@ def sweep_caption(frame: pd.DataFrame) -> str:
         reading,
         _pairs(frame, passes="better than"),
         _bound(frame),
-        _revision(frame),
+        revision_words(frame),
     ]
-    return _joined_sentences(sentences)
+    return joined_sentences(sentences)
 
 
 def persist_caption(frame: pd.DataFrame) -> str:
     """Machine, scale, repetitions, how a checkpoint was timed, the bound and the revision."""
     checkpoints = _joined_range(frame["checkpoints_started"])
-    threads = _joined(frame["threads"])
+    threads = joined(frame["threads"])
     rate = format_rate(float(frame["persist_ceiling_bytes_per_s"].median()))
     day = str(frame["ceilings_measured_at"].iloc[0])[:10]
     sentences = [
@@ -230,9 +233,9 @@ def persist_caption(frame: pd.DataFrame) -> str:
         _fixed_options(frame),
         f"One checkpoint at a time, from save() until it is {_durable(frame['system'])}.",
         f"Bound: size over the disk's write ceiling of {day}, {rate}{_not_bounded(frame)}.{_beyond(frame)}",
-        _revision(frame),
+        revision_words(frame),
     ]
-    return _joined_sentences(sentences)
+    return joined_sentences(sentences)
 
 
 def _beyond(frame: pd.DataFrame) -> str:
@@ -248,7 +251,7 @@ def goodput_caption(frame: pd.DataFrame) -> str:
     """Machine, scale, the window and its trace, what counts, how far formula and measurement are apart, revision."""
     first = frame.iloc[0]
     measured = frame[frame["source"] == "measured"]
-    threads = _joined(frame["threads"])
+    threads = joined(frame["threads"])
     iteration_s = frame["iteration_s"].dropna()
     counts = measured.groupby(["system", "interval_steps"]).size()
     runs = "" if counts.empty else f"{_joined_range(counts)} measured run{'' if counts.max() == 1 else 's'} a bar"
@@ -271,7 +274,7 @@ def goodput_caption(frame: pd.DataFrame) -> str:
         f"Diamond: PCcheck's published gain over another system's line here ({'; '.join(sources)})." if sources else ""
     )
     verdicts = [_deviations(measured), _goodput_faults(measured), _goodput_bound(frame), published]
-    return _joined_sentences([_machine(frame), set_up, window, formula, *verdicts, _revision(frame)])
+    return joined_sentences([_machine(frame), set_up, window, formula, *verdicts, revision_words(frame)])
 
 
 def _deviations(measured: pd.DataFrame) -> str:
@@ -303,7 +306,8 @@ def _goodput_bound(frame: pd.DataFrame) -> str:
     return f"Bound: Ideal at the throughput that the ceilings of {day} allow."
 
 
-def _joined_sentences(sentences: list[str]) -> str:
+def joined_sentences(sentences: list[str]) -> str:
+    """One text, without those that are empty."""
     text = " ".join(sentence for sentence in sentences if sentence)
     # A number and its unit stay on one line.
     return _NUMBER_AND_UNIT.sub("\\1\N{NO-BREAK SPACE}\\2", text)
@@ -315,7 +319,7 @@ def _machine(frame: pd.DataFrame) -> str:
     scale = str(first["scale"])
     warning = " (compare shapes and ratios, not absolute numbers, with a paper's)" if scale == "laptop" else ""
     disk = f"{first['scratch_filesystem']} on {first['scratch_device']}"
-    return f"Machine {_joined(frame['machine'])} ({processor}; {disk}), scale {scale}{warning}."
+    return f"Machine {joined(frame['machine'])} ({processor}; {disk}), scale {scale}{warning}."
 
 
 def _nodes(frame: pd.DataFrame) -> str:
@@ -335,7 +339,7 @@ def _nodes(frame: pd.DataFrame) -> str:
 
 
 def _set_up(frame: pd.DataFrame, points: str) -> str:
-    threads = _joined(frame["threads"])
+    threads = joined(frame["threads"])
     parts = [
         _repetitions(frame, points),
         f"{threads} thread{'' if threads == '1' else 's'}",
@@ -457,7 +461,8 @@ def _bound(frame: pd.DataFrame) -> str:
     return f"Bound: what the ceilings measured on {day}{seen} allow (disk write {disk}, copy {copy}{more}{alone})."
 
 
-def _revision(frame: pd.DataFrame) -> str:
+def revision_words(frame: pd.DataFrame) -> str:
+    """Which revisions measured it."""
     revisions = set()
     for revision, dirty in zip(frame["git_revision"], frame["git_dirty"], strict=True):
         name = "unknown" if pd.isna(revision) else str(revision)[:10]
@@ -465,7 +470,8 @@ def _revision(frame: pd.DataFrame) -> str:
     return f"Revision{'' if len(revisions) == 1 else 's (MIXED)'} {', '.join(sorted(revisions))}."
 
 
-def _joined(column: pd.Series) -> str:
+def joined(column: pd.Series) -> str:
+    """Different values, in order."""
     return ", ".join(str(value) for value in sorted(set(column)))
 
 

@@ -21,6 +21,7 @@ from lastgood.experiments.records.optimizer import OptimizerRecord, OptimizerSpe
 from lastgood.experiments.records.remote import RemoteRecord, RemoteSpec
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.records.stellatrain import StellatrainRecord, StellatrainSpec
 from lastgood.text import parse_json, parse_model, read_bytes
 from lastgood.units import MIB
 
@@ -31,6 +32,7 @@ __all__ = [
     "OPTIMIZER",
     "REMOTE",
     "RUN",
+    "STELLATRAIN",
     "MeasurementKind",
     "kind_of_file",
     "kind_of_spec",
@@ -110,7 +112,15 @@ REMOTE = MeasurementKind(
     modelled_s="lastgood.experiments.plan.cells:remote_modelled_s",
     collect="lastgood.experiments.tables.remote:collect_remote_files",
 )
-_KINDS = (RUN, GOODPUT, OPTIMIZER, DCP, FLOWCHECK, REMOTE)
+STELLATRAIN = MeasurementKind(
+    "a part of StellaTrain's figure",
+    StellatrainSpec,
+    StellatrainRecord,
+    execute="lastgood.experiments.stellatrain_runs.execute:execute_stellatrain",
+    modelled_s="lastgood.experiments.plan.stellatrain:stellatrain_modelled_s",
+    collect="lastgood.experiments.tables.stellatrain:collect_stellatrain_files",
+)
+_KINDS = (RUN, GOODPUT, OPTIMIZER, DCP, FLOWCHECK, REMOTE, STELLATRAIN)
 
 
 def kind_of_spec(spec: Spec) -> MeasurementKind:
