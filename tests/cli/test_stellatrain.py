@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lastgood.cli import app
-from lastgood.errors import ConfigError
+from lastgood.errors import ConfigError, WaitTimeout
 from lastgood.ports import free_ports
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.support.patience import PATIENCE
@@ -71,7 +71,7 @@ def ended(commands: list[list[str]], environments: list[dict[str, str]], cwd: Pa
         ({"--master-ip-address": "here"}, r"^--master-ip-address here: not an IP address$"),
         ({"--my-ip-address": "192.0.2.1"}, r"^--my-ip-address 192\.0\.2\.1: this machine has no such address$"),
         ({"--master-ip-address": "127.0.0.2"}, r"^--rank 0 is the master, and --master-ip-address 127\.0\.0\.2 is not"),
-        ({"--num-gpus": "2"}, r"^--num-gpus 2: the sparse engine takes one process"),
+        ({"--num-gpus": "2"}, r"^--num-gpus 2: the sparse engine trains on CPUs so far; give 0$"),
         ({"--dataset": "/nowhere"}, r"^--dataset /nowhere: no folder of CLASS/IMAGE"),
     ],
 )
@@ -87,6 +87,18 @@ def test_a_port_in_use_is_named() -> None:
         port = str(other.getsockname()[1])
         done = CliRunner().invoke(app, ["stellatrain", "node", *words({"--port": port})])
     with pytest.raises(ConfigError, match=rf"^--port {port}: Address already in use; name another on all nodes$"):
+        raise done.exception  # type: ignore[misc]
+
+
+def test_a_rank_that_does_not_come_is_waited_for_a_bounded_time(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = str(free_ports()[0])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    words = ["stellatrain", "train", "--timeout-s", "1", "--config", f"data_dir={data_dir}"]
+    done = CliRunner().invoke(app, words)
+    with pytest.raises(WaitTimeout, match=rf"^2 ranks did not meet at 127\.0\.0\.1:{port} \(MASTER_ADDR\) in 1 s"):
         raise done.exception  # type: ignore[misc]
 
 

@@ -18,15 +18,16 @@ from lastgood.checkpointers.registry import checkpointer_class, checkpointer_nam
 from lastgood.cli import app
 from lastgood.experiments.records.dcp import DcpSpec
 from lastgood.integrations.dcp import LastgoodReader, LastgoodWriter
+from lastgood.sparse.engine import Engine
 from lastgood.storage import SlotStore
 from tests.suggestions.source_texts import ROOT, TREES, said, text_of
 
 COMMANDS = typer.main.get_command(app)
-OTHERS_OPTIONS = {"--force-reinstall", "--format"}
-"""Of pip, and of git."""
+OTHERS_OPTIONS = {"--force-reinstall", "--format", "--nproc-per-node"}
+"""Of pip, git and torchrun."""
 OTHERS_KEYWORDS = {
     *("slots", "seed", "loss", "project", "run"),  # of a hostfile's and a link's lines, and of clouds' labels
-    *("requires_grad", "foreach", "no_dist", "broadcast_buffers", "init_sync"),  # of torch
+    *("requires_grad", "foreach", "no_dist", "broadcast_buffers", "init_sync", "sparse", "use_reentrant"),  # of torch
     "iface",  # of DPDK's net_af_packet
     *("epochs", "path"),  # of the configurations of the S3 connector's benchmarks
     *("shadow", "cause", "bucket", "code", "type"),  # labels of metrics
@@ -60,7 +61,7 @@ def known_keywords() -> set[str]:
     calls = [Checkpointer.attach, Checkpointer.__init__, SlotStore.__init__]
     names = set().union(*(inspect.signature(one).parameters for one in calls))
     names |= {*DcpSpec.model_fields}.union(
-        *(inspect.signature(one).parameters for one in (LastgoodReader, LastgoodWriter))
+        *(inspect.signature(one).parameters for one in (LastgoodReader, LastgoodWriter, Engine))
     )
     for system in checkpointer_names():
         kind = checkpointer_class(system)
@@ -76,7 +77,7 @@ def used_names() -> set[str]:
 
 
 OPTIONS = all_options(COMMANDS) | program_options() | OTHERS_OPTIONS
-KEYWORDS = known_keywords() | OTHERS_KEYWORDS | {"model", "data", "more", "optimizer"}
+KEYWORDS = known_keywords() | OTHERS_KEYWORDS | {"model", "data", "more", "optimizer", "engine"}
 VARIABLES = used_names() | OTHERS_VARIABLES
 TARGETS = set(re.findall(r"^rule (\w+)", "\n".join(p.read_text() for p in ROOT.rglob("*.smk")), re.MULTILINE)) | set(
     re.findall(r"^\s*rule (\w+)", (ROOT / "Snakefile").read_text(), re.MULTILINE)

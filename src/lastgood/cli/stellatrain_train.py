@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from lastgood.cli._output import console, emit_json
-from lastgood.errors import ConfigError
+from lastgood.errors import ConfigError, WaitTimeout
 
 __all__ = ["train"]
 
@@ -75,7 +75,7 @@ def train(
     configure_compute(threads or torch.get_num_threads(), deterministic=settings.device == "cpu")
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if together:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        _join(timeout_s)
     try:
         ranks = ranks_of_torch(my_address)
         checkpointer = kind(directory or ".", interval_steps=interval_steps if system != "none" else 0)
@@ -110,3 +110,14 @@ def train(
         report(f"checkpoints: {found.durable} durable, {found.failed} failed")
     if as_json:
         emit_json({"rank": ranks.rank, **asdict(found)})
+
+
+def _join(timeout_s: float) -> None:
+    from lastgood._lazy import dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:  # torch's own, of several classes
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        ranks = os.environ["WORLD_SIZE"]
+        raise WaitTimeout(f"{ranks} ranks did not meet at {where} (MASTER_ADDR) in {timeout_s:g} s: {error}") from error
