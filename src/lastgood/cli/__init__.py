@@ -31,6 +31,7 @@ from lastgood.cli import (
     report,
     run,
     shadow,
+    sparsebench,
     stellatrain,
     testbed,
     trace,
@@ -60,6 +61,7 @@ app.command()(claims.claims)
 app.command()(report.report)
 app.command()(ceilings.ceilings)
 app.command()(netbench.netbench)
+app.command()(sparsebench.sparsebench)
 app.command()(tune.tune)
 app.command()(train.train)
 app.command()(launch.launch)
