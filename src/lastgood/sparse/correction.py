@@ -1,0 +1,127 @@
+"""What is done to a gradient before it is compressed, so that late parts of it do no harm (DGC, ICLR'18, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lastgood._lazy import torch
+from lastgood.errors import MismatchError
+from lastgood.sparse.blocks import SparseGradient
+
+__all__ = ["MomentumCorrection", "ResidualAge", "clip_gradient", "energy_kept", "warm_up"]
+
+
+def clip_gradient(gradient: torch.Tensor, norm: float, limit: float, nodes: int) -> None:
+    """Scale a gradient in place, before its residual is added, so that all nodes together stay under a norm.
+
+    `norm` is that of this node's gradients of all parameters. Each node may have limit / sqrt(nodes) of it, since
+    gradients of different nodes add up as independent ones do (section 3.2). What is not finite stays so.
+    """
+    if limit <= 0 or nodes < 1:
+        raise ValueError(f"a norm of {limit} for {nodes} nodes")
+    own = limit / math.sqrt(nodes)
+    if norm > own:
+        gradient.mul_(own / norm)
+
+
+def warm_up(compression: float, epoch: float, epochs: float, *, first: float = 0.75) -> float:
+    """The compression in a warm-up of so many epochs: the share that is sent falls exponentially from 1 - first.
+
+    With `epochs` 4 and 0.999: 0.75, 0.937, 0.984, 0.996 and then 0.999, as in section 3.3.
+    """
+    if not 0 <= first < 1 or not 0 <= compression < 1 or epoch < 0:
+        raise ValueError(f"compression from {first} to {compression} at epoch {epoch}")
+    if epoch >= epochs or compression <= first:
+        return compression
+    sent, last = 1 - first, 1 - compression
+    share: float = sent * (last / sent) ** (epoch / epochs)
+    return 1 - share
+
+
+class MomentumCorrection:
+    """Momentum before compression: a velocity is sent in place of the gradient, and forgotten where it was sent.
+
+    The optimizer must then have no momentum of its own. Without it, momentum multiplies parts of a gradient that come
+    late and at once (section 3.1); forgetting it where it was sent is DGC's factor masking (section 3.2).
+    """
+
+    def __init__(self, elements: int, momentum: float, *, nesterov: bool = False) -> None:
+        if not 0 < momentum < 1:
+            raise ValueError(f"a momentum of {momentum}")
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.velocity = torch.zeros(elements, dtype=torch.float32, device="cpu")
+
+    def correct(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What is compressed in place of a flat gradient; it counts until the next call.
+
+        A gradient that is not finite comes back as it is, so that its parameter is skipped, and leaves no trace.
+        """
+        if not bool(torch.isfinite(gradient).all()):
+            return gradient
+        self.velocity.mul_(self.momentum).add_(gradient)
+        if self.nesterov:
+            return self.velocity.mul(self.momentum).add_(gradient)
+        return self.velocity
+
+    def mask(self, sparse: SparseGradient) -> None:
+        """Forget the velocity of what was sent."""
+        if sparse.width == 1:
+            self.velocity[torch.from_numpy(sparse.indices.astype(np.int64))] = 0
+            return
+        end = len(self.velocity) // sparse.width * sparse.width
+        complete = int(np.searchsorted(sparse.indices, end // sparse.width))
+        self.velocity[:end].view(-1, sparse.width)[torch.from_numpy(sparse.indices[:complete].astype(np.int64))] = 0
+        if complete < len(sparse.indices):
+            self.velocity[end:] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The velocity, which is this rank's own, and the momentum that made it."""
+        return {"momentum": self.momentum, "nesterov": self.nesterov, "velocity": self.velocity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Raises MismatchError for another momentum or number of elements."""
+        velocity = state["velocity"]
+        own = (self.momentum, self.nesterov, self.velocity.shape)
+        given = (state["momentum"], state["nesterov"], velocity.shape)
+        if given != own:
+            raise MismatchError(f"a velocity of (momentum, nesterov, elements) {given}, here they are {own}")
+        self.velocity.copy_(velocity)
+
+
+def energy_kept(sparse: SparseGradient, residual: torch.Tensor) -> float:
+    """The share of squares that was sent, of all that there was to send; 1 if there was nothing."""
+    sent = float(sparse.values.double().square().sum())
+    left = float(torch.linalg.vector_norm(residual, dtype=torch.float64) ** 2)
+    return sent / (sent + left) if sent + left > 0 else 1.0
+
+
+class ResidualAge:
+    """How many iterations a part of a gradient waits in the residual, on average over the last ones.
+
+    What waits, divided by what comes in at each iteration, is the mean time of waiting (Little's law), here of
+    magnitudes. Parts that cancel out while they wait make it less. Costs a read of gradient and residual.
+    """
+
+    def __init__(self, *, memory: float = 0.9) -> None:
+        self._memory = memory
+        self._waiting = 0.0
+        self._coming = 0.0
+
+    def observe(self, gradient: torch.Tensor, residual: torch.Tensor) -> None:
+        """Count one iteration: its gradient, and the residual that it left."""
+        coming = float(torch.linalg.vector_norm(gradient.float(), 1, dtype=torch.float64))
+        if not np.isfinite(coming):
+            return
+        waiting = float(torch.linalg.vector_norm(residual, 1, dtype=torch.float64))
+        self._waiting = self._memory * self._waiting + waiting
+        self._coming = self._memory * self._coming + coming
+
+    @property
+    def iterations(self) -> float:
+        """The mean age; 0 before anything came."""
+        return self._waiting / self._coming if self._coming > 0 else 0.0
