@@ -417,6 +417,7 @@ ALLOWED = {
     # Of values that parse_json gave: only from JSON a strict model takes a list for a tuple.
     "gradients/protocol/messages.py": {"_ADAPTER.validate_json"},
     "mirror/agent/messages.py": {"_ADAPTER.validate_json"},
+    "mirror/handover/extracted.py": {"validate_json"},
     "gradients/shadow/spill_store.py": {
         "_ENTRIES.validate_json",
         "Side.model_validate_json",
