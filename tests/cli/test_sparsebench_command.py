@@ -45,5 +45,5 @@ def test_the_table_names_them():
 
 def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr("lastgood.experiments.optbench.sparse.available_memory_bytes", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"--elements 50000: needs 1.* of memory, and 1000"):
+    with pytest.raises(ConfigError, match=r"50000 elements need 1.* of memory, and 1000"):
         sparsebench(*SMALL)

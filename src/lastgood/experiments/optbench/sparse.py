@@ -67,7 +67,7 @@ def run_sparse_bench(order: SparseOrder, report: Callable[[str], None]) -> Spars
     needed, available = 4 * _TENSORS * order.elements, available_memory_bytes()
     if needed > available:
         raise ConfigError(
-            f"--elements {order.elements}: needs {format_bytes(needed)} of memory, and {format_bytes(available)} are "
+            f"{order.elements} elements need {format_bytes(needed)} of memory, and {format_bytes(available)} are "
             "available"
         )
     with machine_turn(report), intra_op_threads(order.threads):
