@@ -196,8 +196,9 @@ def test_a_picture_is_drawn_from_its_csv_alone(part: StellatrainPart, tmp_path: 
         assert "DDP: 45;" in stellatrain_caption(frame) and "11.2 million" in stellatrain_caption(frame)
     else:
         assert len(names) == len(KERNELS) - 1 and "36%" in names[-1] and "%" not in names[0]
-        assert "one read (11 ms)" in legend
-        assert "25 million" in stellatrain_caption(frame)
+        assert "one read (110 ms)" in legend
+        assert "3300" in [text.get_text() for text in axes.texts]
+        assert "25 million" in stellatrain_caption(frame) and "of which 1 % are sent" in stellatrain_caption(frame)
     with pytest.raises(LastgoodError, match="--partial"):
         plot_stellatrain(tmp_path / "tidy.csv", tmp_path / "picture")
     made = plot_stellatrain(tmp_path / "tidy.csv", tmp_path / "picture", partial=True)

@@ -92,7 +92,7 @@ def _draw_links(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
                 axes.hlines(bound, x - 0.5 * bar, x + 0.5 * bar, color=BOUND_COLOUR, linewidth=1.4, zorder=7)
                 if bound - highest < _NUMBER * top:  # else the number stands between bar and bound
                     highest = max(highest, bound)
-            _write_over(axes, x, highest, f"{median:#.3g}".rstrip("."))
+            _write_over(axes, x, highest, _three_digits(median))
     name_places(axes, [f"{rate / 1e6:g} Mbit/s" for rate in rates], "rate of each node's link")
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylabel("iterations/s")
@@ -126,7 +126,7 @@ def _draw_kernels(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
         axes.vlines(place, values.min(), values.max(), color=INK, linewidth=0.8, path_effects=HALO, zorder=5)
         look: Any = {"color": style.colour, "marker": style.marker, "markersize": 6, "markeredgecolor": INK}
         axes.plot([place], [float(values.median())], markeredgewidth=0.5, zorder=6, **look)
-        text = f"{float(values.median()):#.3g}".rstrip(".")
+        text = _three_digits(float(values.median()))
         axes.annotate(text, (place, values.max()), (0, 5), textcoords="offset points", ha="center", fontsize=LABEL_PT)
         label = str(frame[rows]["label"].iloc[0])
         if "\n" not in label:
@@ -155,6 +155,10 @@ def _draw_kernels(axes: Axes, frame: pd.DataFrame, _: Width) -> list[Any]:
 
 def _keeps(frame: pd.DataFrame, way: str) -> bool:
     return bool(frame[frame["way"] == way]["energy_kept"].notna().any())
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:.0f}"
 
 
 def _write_over(axes: Axes, x: float, y: float, text: str) -> None:

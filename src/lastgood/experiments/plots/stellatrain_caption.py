@@ -66,7 +66,7 @@ def _kernels(frame: pd.DataFrame) -> list[str]:
     threads, rounds = int(first["threads"]), frame.groupby("way").size().max()
     return [
         f"{int(first['elements']) / 1e6:.4g} million float32 (Student's t, 3 degrees of freedom), of which "
-        f"{1 - first['compression']:.2g} are sent, {threads} thread{'' if threads == 1 else 's'}.",
+        f"{100 - 100 * float(first['compression']):.3g} % are sent, {threads} thread{'' if threads == 1 else 's'}.",
         f"{rounds} round{'' if rounds == 1 else 's'}, in another order each: marker (and number over it) median, "
         "whisker fastest to slowest. Updates are of other places each round; compressors keep a residual.",
         "Per cent: of the sum of squares that is sent, of one gradient without a residual.",
