@@ -40,6 +40,8 @@ def measure_kernels(settings: KernelsSettings, seed: int, report: Callable[[str]
             took = time.perf_counter() - began
             if number:
                 seconds[kernel].append(took)
+        if not number:
+            bench.touch()
     return [
         KernelTimes(kernel=kernel, seconds=seconds[kernel], **(bench.kept(kernel) if _is_compressor(kernel) else {}))
         for kernel in KERNELS
@@ -91,6 +93,15 @@ class _Bench:
         (parameter,) = sparse.optimizer.param_groups[0]["params"]
         sent = [self._sent[1 if how == "single" else BLOCK_WIDTH]]
         return lambda: sparse.apply(parameter, sent, iteration=self._round)
+
+    def touch(self) -> None:
+        """Write to all pages of parameters and moments: a sparse update alone would meet new ones for many rounds."""
+        with torch.no_grad():
+            for made in self._optimizers.values():
+                optimizer = made.optimizer if isinstance(made, SparseOptimizer) else made
+                for parameter, state in optimizer.state.items():
+                    for tensor in (parameter, *(one for one in state.values() if isinstance(one, torch.Tensor))):
+                        tensor.mul_(1.0)
 
     def kept(self, kernel: Kernel) -> dict[str, Any]:
         """Share of the gradient's sum of squares that goes, if nothing stayed behind before."""
