@@ -68,7 +68,7 @@ def node(
     train(
         steps=steps,
         noise=dataset == "dummy",
-        system="none" if directory is None else "pccheck",
+        system=None if directory is None else "pccheck",
         directory=directory,
         my_address=my_ip_address,
         threads=threads,

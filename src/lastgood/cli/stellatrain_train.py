@@ -28,7 +28,9 @@ def train(
     mode: Annotated[
         str, typer.Option(help="plain: elements that nobody sent stay; lazy: as a dense step would move them.")
     ] = "plain",
-    system: Annotated[str, typer.Option(help="Keeps checkpoints: pccheck, sync, checkfreq, or none.")] = "none",
+    system: Annotated[
+        str | None, typer.Option(help="Keeps checkpoints, for instance pccheck [default: none are made].")
+    ] = None,
     directory: Annotated[
         Path | None, typer.Option(help="Folder of the checkpoints; each rank has one below it.")
     ] = None,
@@ -60,16 +62,17 @@ def train(
     overrides = parse_overrides(config or [])
     settings = load_config(configfile or find_root() / "config" / "laptop.yaml", overrides)
     settings.workload_options(workload)  # refuses an unknown one
-    if system != "none" and directory is None:
+    if system is not None and directory is None:
         raise ConfigError(f"--system {system} needs a place for its checkpoints: --directory FOLDER")
 
     from lastgood._lazy import dist, torch
+    from lastgood.checkpointers.base import Checkpointer
+    from lastgood.checkpointers.baselines.none import NoCheckpointing
     from lastgood.checkpointers.registry import checkpointer_class
     from lastgood.sparse.ranks import ranks_of_torch
     from lastgood.training.loop import configure_compute
     from lastgood.training.sparse import noise_like, train_sparse
 
-    kind = checkpointer_class(system)
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     configure_compute(threads or torch.get_num_threads(), deterministic=settings.device == "cpu")
@@ -78,7 +81,9 @@ def train(
         _join(timeout_s)
     try:
         ranks = ranks_of_torch(my_address)
-        checkpointer = kind(directory or ".", interval_steps=interval_steps if system != "none" else 0)
+        checkpointer: Checkpointer = NoCheckpointing(".")
+        if system is not None:
+            checkpointer = checkpointer_class(system)(str(directory), interval_steps=interval_steps)
 
         def report(text: str) -> None:
             if ranks.rank == 0:
@@ -106,7 +111,7 @@ def train(
         report(f"loss {found.losses[0]:.4g} at step {found.first_step + 1}, {found.losses[-1]:.4g} at {steps}")
         a_step = found.sent_bytes / len(found.losses)
         report(f"{found.iterations_per_s:.3g} iterations/s, {a_step / 1e6:.3g} MB sent a step by each rank")
-    if system != "none":
+    if system is not None:
         report(f"checkpoints: {found.durable} durable, {found.failed} failed")
     if as_json:
         emit_json({"rank": ranks.rank, **asdict(found)})
