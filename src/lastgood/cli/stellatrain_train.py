@@ -81,7 +81,7 @@ def train(
         _join(timeout_s)
     try:
         ranks = ranks_of_torch(my_address)
-        checkpointer: Checkpointer = NoCheckpointing(".")
+        checkpointer: Checkpointer = NoCheckpointing(".", interval_steps=0)
         if system is not None:
             checkpointer = checkpointer_class(system)(str(directory), interval_steps=interval_steps)
 
