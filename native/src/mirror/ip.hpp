@@ -16,7 +16,7 @@ inline std::uint32_t big32(const std::uint8_t* at) {
     return static_cast<std::uint32_t>(big16(at)) << 16 | big16(at + 2);
 }
 
-enum class Left { none, short_frame, link, not_ip, fragment, damaged };
+enum class Left { none, short_frame, link, not_ip, fragment, damaged, wrong_checksum };
 
 struct IpPacket {
     std::uint8_t protocol;

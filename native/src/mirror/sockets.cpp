@@ -12,7 +12,8 @@ constexpr std::uint64_t kSearchedBytes = std::uint64_t{1024} << 20;
 constexpr const char* kCountNames[] = {
     "repeated_bytes", "differing_copies", "keep_alives", "implausible_segments", "reused_ports",
     "given_up_connections", "connections", "out_of_order_segments", "holes", "lost_bytes", "not_waited_for"};
-constexpr const char* kLeftNames[] = {"", "short_frames", "unknown_links", "not_ip", "fragments", "damaged_headers"};
+constexpr const char* kLeftNames[] = {"", "short_frames", "unknown_links", "not_ip", "fragments", "damaged_headers",
+                                      "wrong_checksums"};
 
 class Nobody : public Reader {
   public:
@@ -160,6 +161,10 @@ void SocketParser::feed(const std::uint8_t* data, std::size_t size, const Frame*
         left = tcp_segment(content, packet, segment);
         if (left != Left::none) {
             ++left_[static_cast<std::size_t>(left)];
+            continue;
+        }
+        if (!(frame->flags & frame_no_checksum) && is_changed(content, packet)) {
+            ++left_[static_cast<std::size_t>(Left::wrong_checksum)];
             continue;
         }
         if (segment.captured < segment.end) ++cut_segments_;

@@ -7,19 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "capture/frame.hpp"
 #include "mirror/gather.hpp"
 #include "mirror/tcp.hpp"
 
 namespace lastgood::mirror {
 
-// A frame as src/lastgood/mirror/capture/frames.py has it.
-struct Frame {
-    std::uint64_t offset;
-    std::uint32_t captured, length;
-    std::uint64_t time_ns;
-    std::uint32_t flags, link;
-};
-static_assert(sizeof(Frame) == 32, "as numpy's dtype has it");
 
 struct OpenedFlow {
     std::uint32_t index;
@@ -109,7 +102,7 @@ class SocketParser : private Opener {
     Gather gather_;
     Streams streams_;
     std::uint64_t frames_ = 0, not_tcp_ = 0, cut_segments_ = 0;
-    std::array<std::uint64_t, 6> left_{};
+    std::array<std::uint64_t, 7> left_{};
 };
 
 }  // namespace lastgood::mirror

@@ -24,6 +24,30 @@ bool is_end(const End& end, const std::uint8_t* address, std::uint8_t address_by
            std::memcmp(end.address.data(), address, address_bytes) == 0;
 }
 
+constexpr std::size_t kChecksumAt = 16;
+
+std::uint16_t folded(std::uint64_t total) {
+    while (total >> 16) total = (total & 0xFFFF) + (total >> 16);
+    return static_cast<std::uint16_t>(total);
+}
+
+// The sum of big-endian words of 16 bits in ones' complement, the last one filled up with zero.
+std::uint16_t words(const std::uint8_t* content, std::size_t size) {
+    // The sum of words in the other byte order is the sum with its bytes swapped (RFC 1071), and longer words fold to
+    // shorter ones: so whole registers are added in the machine's own (little-endian) order.
+    std::uint64_t total = 0;
+    std::size_t at = 0;
+    for (; at + 4 <= size; at += 4) {
+        std::uint32_t word;
+        std::memcpy(&word, content + at, 4);
+        total += word;
+    }
+    std::uint32_t rest = 0;
+    std::memcpy(&rest, content + at, size - at);
+    const std::uint16_t sum = folded(total + rest);
+    return static_cast<std::uint16_t>(sum << 8 | sum >> 8);
+}
+
 }  // namespace
 
 std::size_t KeyHash::operator()(const Key& key) const {
@@ -48,6 +72,18 @@ Left tcp_segment(const std::uint8_t* frame, const IpPacket& packet, TcpSegment& 
     segment = {big16(header),      big16(header + 2), big32(header + 4), big32(header + 8), header[13], begin,
                packet.end, std::max(begin, packet.captured)};
     return Left::none;
+}
+
+bool is_changed(const std::uint8_t* frame, const IpPacket& packet) {
+    const std::uint16_t given = big16(frame + packet.begin + kChecksumAt);
+    if (packet.captured < packet.end || given == 0) return false;
+    const std::size_t size = packet.end - packet.begin;
+    const std::uint16_t ends = folded(std::uint64_t{words(packet.source, packet.address_bytes)} +
+                                      words(packet.destination, packet.address_bytes) + kTcp);
+    const std::uint16_t pseudo = folded(std::uint64_t{ends} + (size & 0xFFFF) + (size >> 16));
+    // Left to the sender's network card, which had not seen the frame yet (Linux puts the sum of the pseudo-header).
+    if (given == ends || given == pseudo) return false;
+    return folded(std::uint64_t{pseudo} + words(frame + packet.begin, size)) != 0xFFFF;
 }
 
 void Streams::new_batch() {

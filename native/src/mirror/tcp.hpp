@@ -36,6 +36,9 @@ struct TcpSegment {
 
 Left tcp_segment(const std::uint8_t* frame, const IpPacket& packet, TcpSegment& segment);
 
+// Whether the checksum of a segment that is there to its end says that it was changed on the way.
+bool is_changed(const std::uint8_t* frame, const IpPacket& packet);
+
 class Reader {
   public:
     virtual ~Reader() = default;

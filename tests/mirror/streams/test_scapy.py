@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.mirror.capture.frames import COOKED, COOKED_V2, ETHERNET
+from lastgood.mirror.capture.frames import COOKED, COOKED_V2, ETHERNET, NO_CHECKSUM
 from lastgood.mirror.streams.gloo import GlooParser
 from lastgood.mirror.streams.ip import TCP as TCP_NUMBER
 from lastgood.mirror.streams.ip import Left, ip_packet
 from lastgood.mirror.streams.native import NativeGlooParser
-from lastgood.mirror.streams.tcp import tcp_segment
-from tests.mirror.support.frames import Captured
+from lastgood.mirror.streams.tcp import is_changed, tcp_segment
+from tests.mirror.support.frames import Captured, batch, ones_sum
 from tests.mirror.support.gloo_wire import header, slot
 from tests.mirror.support.twins import compare
 
@@ -100,3 +100,44 @@ def test_a_conversation_that_scapy_builds_is_read():
         (1, slot(1), 50),
     ]
     assert found.all[0, 1].content == b"x" * 50
+
+
+@settings(max_examples=20)
+@given(made=packets(), where=st.integers(0, 10_000), change=st.integers(1, 255))
+def test_a_segment_that_was_changed_on_the_way_is_left_aside(made, where, change):
+    packet, _ = made
+    frame = bytes(packet)
+    link = {"CookedLinux": COOKED, "CookedLinuxV2": COOKED_V2}.get(type(packet).__name__, ETHERNET)
+    found = ip_packet(memoryview(frame), len(frame), link)
+    assert not isinstance(found, Left) and not is_changed(memoryview(frame), found)
+    changed = bytearray(frame)
+    changed[found.begin + where % (found.end - found.begin)] ^= change
+    # As does a sender that leaves the sum to its card: with the sum of the pseudo-header, or with nothing.
+    unsaid = {0, *pseudo_sums(found)}
+    given = int.from_bytes(changed[found.begin + 16 : found.begin + 18], "big")
+    assert is_changed(memoryview(changed), found) == (given not in unsaid)
+    compare(GlooParser(), NativeGlooParser(), [Captured(bytes(changed), 1, link)], 1)
+    parser = NativeGlooParser()
+    parser.feed(batch([Captured(bytes(changed), 1, link, flags=NO_CHECKSUM)]))
+    assert "wrong_checksums" not in parser.counters()
+
+
+def pseudo_sums(found):
+    """Without the length, as for cards that cut a segment up, and with it."""
+    ends = found.source + found.destination + struct.pack(">H", TCP_NUMBER)
+    return ones_sum(ends), ones_sum(ends + struct.pack(">I", found.end - found.begin))
+
+
+@settings(max_examples=20)
+@given(made=packets(), at=st.integers(0, 2))
+def test_a_sum_that_was_left_to_a_card_says_nothing(made, at):
+    packet, _ = made
+    frame = bytearray(bytes(packet))
+    link = {"CookedLinux": COOKED, "CookedLinuxV2": COOKED_V2}.get(type(packet).__name__, ETHERNET)
+    found = ip_packet(memoryview(frame), len(frame), link)
+    assert not isinstance(found, Left)
+    given = (0, *pseudo_sums(found))[at]
+    frame[found.begin + 16 : found.begin + 18] = given.to_bytes(2, "big")
+    frame[-1] ^= 1
+    assert not is_changed(memoryview(frame), found)
+    compare(GlooParser(), NativeGlooParser(), [Captured(bytes(frame), 1, link)], 1)

@@ -29,6 +29,7 @@ class Captured:
     link: int = ETHERNET
     length: int | None = None
     """Of the whole frame, if more than the content."""
+    flags: int = 0
 
 
 def batch(frames: Iterable[Captured], gap: int = 3) -> FrameBatch:
@@ -38,7 +39,8 @@ def batch(frames: Iterable[Captured], gap: int = 3) -> FrameBatch:
     for one in frames:
         data += b"\xa5" * gap
         length = len(one.content) if one.length is None else one.length
-        rows.append((len(data), len(one.content), length, one.time_ns, 2 * (length > len(one.content)), one.link))
+        flags = one.flags | 2 * (length > len(one.content))
+        rows.append((len(data), len(one.content), length, one.time_ns, flags, one.link))
         data += one.content
     return FrameBatch(memoryview(bytes(data)), np.array(rows, FRAME))
 
@@ -58,8 +60,9 @@ def tcp_frame(
     link: int = ETHERNET,
     padding: int = 0,
     fragment: int = 0,
+    checksum: int | None = None,
 ) -> bytes:
-    """One frame; checksums are left at zero, as a network card leaves them to itself."""
+    """One frame, with TCP's checksum, or another one; IPv4's is left at zero."""
     if acknowledgement is not None:
         flags |= ACK
     size = (20 + len(options)) // 4
@@ -77,6 +80,10 @@ def tcp_frame(
     )
     tcp += options + payload
     first, second = ipaddress.ip_address(source[0]), ipaddress.ip_address(destination[0])
+    if checksum is None:
+        summed = first.packed + second.packed + struct.pack(">HI", 6, len(tcp)) + tcp
+        checksum = 0xFFFF ^ ones_sum(summed)
+    tcp = tcp[:16] + struct.pack(">H", checksum) + tcp[18:]
     if first.version == 4:
         kind = 0x0800
         words = 5 + len(ip_options) // 4
@@ -114,6 +121,12 @@ def tcp_frame(
         assert link == COOKED_V2
         head = struct.pack(">HHIHBB8s", types[0], 0, 3, 1, 0, 6, b"\x02\0\0\0\0\x01\0\0")
     return head + rest + packet + bytes(padding)
+
+
+def ones_sum(content: bytes) -> int:
+    """Of words of 16 bits, in ones' complement (RFC 1071)."""
+    total = sum(int.from_bytes(content[at : at + 2].ljust(2, b"\0"), "big") for at in range(0, len(content), 2))
+    return total and (total - 1) % 0xFFFF + 1
 
 
 def read_pcap(path: Path) -> list[Captured]:

@@ -109,7 +109,7 @@ def schedule_of(seed: int) -> Schedule:
         duplication=chance.choice((0.0, 0.02)),
         reordering=chance.choice((0.0, 0.02)),
         reach=chance.choice((2, 8)),
-        corruption=0.0 if wire is None else chance.choice((0.0, 0.005)),
+        corruption=chance.choice((0.0, 0.005)),
         truncation=chance.choice((0.0, 0.0, 0.002)),
     )
     if seed % 10 < 2:

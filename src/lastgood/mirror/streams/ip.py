@@ -38,6 +38,8 @@ class Left(str, enum.Enum):
     """A part of an IP packet: where it belongs is only known with the others."""
     DAMAGED = "damaged_headers"
     """Lengths that contradict each other."""
+    WRONG = "wrong_checksums"
+    """Changed on the way."""
 
 
 class IpPacket(NamedTuple):

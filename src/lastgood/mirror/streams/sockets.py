@@ -14,9 +14,20 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from lastgood.mirror.capture.frames import NO_CHECKSUM
 from lastgood.mirror.streams.ip import TCP, Left, ip_packet
 from lastgood.mirror.streams.messages import HEAD, LOST, PIECE, Flow, Parsed, Transport
-from lastgood.mirror.streams.tcp import Bytes, Connection, Half, Reader, Streams, TcpSettings, in_memory, tcp_segment
+from lastgood.mirror.streams.tcp import (
+    Bytes,
+    Connection,
+    Half,
+    Reader,
+    Streams,
+    TcpSettings,
+    in_memory,
+    is_changed,
+    tcp_segment,
+)
 from lastgood.units import MIB
 
 if TYPE_CHECKING:
@@ -282,7 +293,7 @@ class SocketParser:
         self._gather.new_batch()
         data = batch.data
         base = int(np.frombuffer(data, np.uint8).ctypes.data) if len(data) else 0
-        for offset, captured, length, time_ns, _flags, link in batch.table.tolist():
+        for offset, captured, length, time_ns, flags, link in batch.table.tolist():
             self._left["frames"] += 1
             if offset + captured > len(data):
                 self._left[Left.DAMAGED.value] += 1
@@ -298,6 +309,9 @@ class SocketParser:
             segment = tcp_segment(frame, packet)
             if isinstance(segment, Left):
                 self._left[segment.value] += 1
+                continue
+            if not flags & NO_CHECKSUM and is_changed(frame, packet):
+                self._left[Left.WRONG.value] += 1
                 continue
             if segment.captured < segment.end:
                 self._left["cut_segments"] += 1

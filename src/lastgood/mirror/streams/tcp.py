@@ -16,10 +16,21 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from lastgood.mirror.streams.ip import IpPacket, Left
+from lastgood.mirror.streams.ip import TCP, IpPacket, Left
 from lastgood.units import MIB
 
-__all__ = ["Bytes", "Connection", "Half", "Reader", "Segment", "Streams", "TcpSettings", "in_memory", "tcp_segment"]
+__all__ = [
+    "Bytes",
+    "Connection",
+    "Half",
+    "Reader",
+    "Segment",
+    "Streams",
+    "TcpSettings",
+    "in_memory",
+    "is_changed",
+    "tcp_segment",
+]
 
 FIN: Final = 1
 SYN: Final = 2
@@ -30,6 +41,7 @@ _FARTHEST = 1 << 30
 _STORED_BYTES: Final = 128
 """What keeping a segment takes beside its bytes."""
 _HEADER = struct.Struct(">HHIIBB")
+_CHECKSUM, _CHECKSUM_AT = struct.Struct(">H"), 16
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,38 @@ def tcp_segment(frame: memoryview, packet: IpPacket) -> Segment | Left:
     return Segment(
         source, destination, sequence, acknowledgement, flags, begin, packet.end, max(begin, packet.captured)
     )
+
+
+def is_changed(frame: memoryview, packet: IpPacket) -> bool:
+    """Whether the checksum of a TCP segment that is there to its end says that it was changed on the way (RFC 9293).
+
+    A sender that leaves the sum to its network card sends zero, or the sum of the pseudo-header alone (Linux): a frame
+    that is mirrored before the card, or was made of several, says nothing of itself. A network card that joins
+    segments without a new sum (LRO) must not do so.
+    """
+    (given,) = _CHECKSUM.unpack_from(frame, packet.begin + _CHECKSUM_AT)
+    if packet.captured < packet.end or not given:
+        return False
+    size = packet.end - packet.begin
+    ends = _folded(_words(packet.source) + _words(packet.destination) + TCP)
+    pseudo = _folded(ends + (size & 0xFFFF) + (size >> 16))
+    if given in (ends, pseudo):
+        return False
+    return _folded(pseudo + _words(frame[packet.begin : packet.end])) != 0xFFFF
+
+
+def _words(content: bytes | memoryview) -> int:
+    """Sum of the big-endian words of 16 bits, the last one filled up with zero."""
+    even = len(content) & ~1
+    total = int(np.frombuffer(content[:even], ">u2").sum(dtype=np.uint64))
+    return total + (content[-1] << 8 if len(content) & 1 else 0)
+
+
+def _folded(total: int) -> int:
+    """In ones' complement."""
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total
 
 
 class _Stored(NamedTuple):
