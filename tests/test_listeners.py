@@ -211,7 +211,7 @@ def ring(_: Path) -> Iterator[tuple[int, Enter]]:
 
     def wait() -> None:
         with pytest.raises(WaitTimeout):
-            ring_link._accept(own, listener, TOKEN, time.monotonic() + 1000.0, 1000.0, stop)
+            ring_link._accept(own, listener, TOKEN, RING_GREETING, time.monotonic() + 1000.0, 1000.0, stop)
 
     def enter() -> None:
         with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:

@@ -561,6 +561,8 @@ class FrameRing:
         """Nothing more will be written."""
     def read(self, table: int, limit: int, timeout_s: float) -> int:
         """Give the last batch back, then fill up to `limit` rows of FRAME; offsets count from the start of the ring."""
+    def give_back(self) -> None:
+        """Give the last batch back before the next read."""
     @property
     def ended(self) -> bool:
         """Whether the writer said so."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lastgood import _native
 from lastgood.sparse.compressors import COMPRESSORS, make_compressor
-from tests.sparse.compress_twin import Twin, draw
+from tests.sparse.support.compress_twin import Twin, draw
 
 NAMES = list(COMPRESSORS)
 VARIANTS = _native.step_variants()

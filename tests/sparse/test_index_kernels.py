@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lastgood import _native
 from lastgood.sparse.coding import Coding, encoded_bytes
-from tests.sparse.coding_twin import read_indices, write_indices
+from tests.sparse.support.coding_twin import read_indices, write_indices
 
 
 def written(coding, indices, places):

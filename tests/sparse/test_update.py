@@ -12,7 +12,7 @@ from lastgood import _native
 from lastgood.sparse.blocks import SparseGradient
 from lastgood.sparse.steps import Hyperparameters, adam_row, sgd_row
 from lastgood.sparse.update import catch_up, update
-from tests.sparse import update_twin as twin
+from tests.sparse.support import update_twin as twin
 
 VARIANTS = _native.step_variants()
 

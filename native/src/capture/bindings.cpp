@@ -100,6 +100,7 @@ void bind_frame_ring(nb::module_& module) {
             },
             "table"_a, "limit"_a, "timeout_s"_a,
             "Give the last batch back, then fill up to `limit` rows of FRAME; offsets count from the start of the ring.")
+        .def("give_back", &FrameRing::give_back, "Give the last batch back before the next read.")
         .def_prop_ro("ended", &FrameRing::ended, "Whether the writer said so.")
         .def_prop_ro("drained", &FrameRing::drained, "Whether the reader has been given everything.")
         .def_prop_ro("link", [](const FrameRing& self) { return self.header().link; })

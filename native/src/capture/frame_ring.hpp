@@ -67,14 +67,15 @@ class FrameRing {
     // first one. 0: nothing came in this time, or a signal did.
     std::size_t read(Frame* table, std::size_t limit, double timeout_s);
 
+    // The last batch, before the next read.
+    void give_back();
+
     bool ended() const { return header_->ended.load() != 0; }
     bool drained() const { return header_->head.load() == position_; }
     std::uint64_t missing_frames() const { return missing_frames_; }
     const FrameRingHeader& header() const { return *header_; }
 
   private:
-    void give_back();
-
     FrameRingHeader* header_;
     unsigned char* data_;
     std::uint64_t capacity_;

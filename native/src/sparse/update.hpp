@@ -1,5 +1,5 @@
 // Steps of SGD and Adam over those elements of a tensor that some rank sent, and over the steps that an element missed, to the
-// bit as torch's single-tensor kernels make them on a CPU. tests/sparse/update_twin.py is the same in torch's operations.
+// bit as torch's single-tensor kernels make them on a CPU. tests/sparse/support/update_twin.py is the same in torch's operations.
 #pragma once
 
 #include <cstdint>

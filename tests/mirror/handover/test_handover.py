@@ -154,3 +154,14 @@ def test_what_is_wrong_with_a_pipe_is_said(tmp_path: Path) -> None:
         assert reader.read(0.01) == b""
         writer.close()
         assert reader.read(5.0) is None and reader.writer_died
+
+
+def test_a_writer_does_not_wait_for_a_reader_that_has_taken_all_and_left(tmp_path: Path) -> None:
+    with closing(PipeWriter(tmp_path / "ring", 2 << 20, EXTRACTED, patience_s=1000.0)) as writer:
+        writer.send([b"the last one"], NEVER)  # before anybody reads
+        with closing(PipeReader(tmp_path / "ring", EXTRACTED, most_bytes=MOST)) as reader:
+            assert reader.read(10.0) == b"the last one"
+        ended = threading.Thread(target=writer.end, args=(NEVER,), daemon=True)
+        ended.start()
+        ended.join(20.0)
+        assert not ended.is_alive()

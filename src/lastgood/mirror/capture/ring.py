@@ -273,6 +273,11 @@ class RingReader(_Mapped):
             if time.monotonic() >= deadline:
                 return empty_batch()
 
+    def give_back(self) -> None:
+        """Say that the last batch is not needed any more, before the next is asked for."""
+        if self._descriptor >= 0:
+            self._ring.give_back()
+
     def counters(self) -> dict[str, int]:
         """As `FrameSource.counters`, with what the writer reports of all places before the ring."""
         ring = self._ring_counters()

@@ -115,6 +115,8 @@ class PipeReader:
                 return b""
             for row in range(len(batch)):
                 self._take(batch.frame(row), int(batch.table["time_ns"][row]), int(batch.table["flags"][row]))
+            # It is copied. Whoever closes after the last message would keep the writer waiting otherwise.
+            self._ring.give_back()
         return self._ready.popleft()
 
     def _take(self, part: memoryview, number: int, flags: int) -> None:
