@@ -13,7 +13,7 @@ __all__ = ["check_steppers"]
 
 def check_steppers(system: str, state: Mapping[str, Any], optimizers: Sequence[Any], *, takes_gradients: bool) -> None:
     """Raise ConfigError if such a training cannot be given back from what `system` is given."""
-    parts = list(_parts(dict(state)))
+    parts = list(_parts(state))
     for optimizer in optimizers:
         stepper = stepper_of(optimizer)
         if stepper is None:
@@ -37,12 +37,15 @@ def check_steppers(system: str, state: Mapping[str, Any], optimizers: Sequence[A
             )
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _parts(item)
-    elif type(value) in (list, tuple):
-        for item in value:
-            yield from _parts(item)
-    else:
-        yield value
+def _parts(state: Mapping[str, Any]) -> Iterator[Any]:
+    """What mappings, lists and tuples hold. They may hold themselves, or be deeper than the stack: others say so."""
+    waiting: list[Any] = [dict(state)]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping) or type(value) in (list, tuple):
+            if id(value) not in seen:
+                seen.add(id(value))
+                waiting += value.values() if isinstance(value, Mapping) else value
+        else:
+            yield value
