@@ -157,6 +157,11 @@ def test_a_capture_of_one_direction_waits_for_a_count_of_later_bytes(kind):
     assert len(found.all) > 70 and parser.counters()["holes"] == 1
 
 
+def without_sum(frame: bytes) -> bytes:
+    """An IPv4 frame whose TCP checksum was left to a card, so that a change is not seen by it."""
+    return frame[: 34 + 16] + bytes(2) + frame[34 + 18 :]
+
+
 @pytest.mark.parametrize("kind", PARSERS)
 def test_memory_behind_a_hole_is_bounded(kind):
     script = Script()
@@ -167,7 +172,7 @@ def test_memory_behind_a_hole_is_bounded(kind):
     for one in frames:  # No acknowledgement moves on.
         assert one.content
     stuck = [
-        Captured(one.content[: 34 + 8] + bytes(4) + one.content[34 + 12 :], one.time_ns) if at > 2 else one
+        Captured(without_sum(one.content[: 34 + 8] + bytes(4) + one.content[34 + 12 :]), one.time_ns) if at > 2 else one
         for at, one in enumerate(frames)
     ]
     parser = kind(TcpSettings(keep_bytes=3000))
@@ -214,7 +219,7 @@ def test_a_second_copy_that_differs_is_counted_and_the_first_one_wins(kind):
     script.exchange(0, slot(1), b"right" * 30)
     frames = Line(script, 1, largest=1000).frames()
     where = next(at for at, one in enumerate(frames) if b"rightright" in one.content)
-    wrong = Captured(frames[where].content.replace(b"right", b"wrong"))
+    wrong = Captured(without_sum(frames[where].content.replace(b"right", b"wrong")))
     parser = kind()
     found = read(parser, [*frames[: where + 1], wrong, *frames[where + 1 :]], 1000)
     check_all(found, script)
