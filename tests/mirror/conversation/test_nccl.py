@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lastgood.mirror.conversation.expected import Item
@@ -167,8 +167,13 @@ def test_every_step_is_complete(ranks: int, watched: int, channels: int, more: d
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), ranks=st.integers(2, 3), gone=st.booleans(), batch=st.integers(1, 40))
+@example(seed=983, ranks=3, gone=True, batch=1)
 def test_losses_never_give_a_wrong_place(seed: int, ranks: int, gone: bool, batch: int) -> None:
-    """Payloads of some messages are lost, or a message is missing with its head."""
+    """Payloads of some messages are lost, or a message is missing with its head.
+
+    Of the last collective that is seen, messages after a missing one may be taken for those before them: nothing later
+    contradicts it yet. One message too few has come then, so it is not complete, and its step is not given back.
+    """
     job = job_of(ranks, 1 + seed % 2)
     life = Life(job, steps=4, seed=seed)
     port = Port(NcclConversation(job), life)
@@ -179,7 +184,7 @@ def test_losses_never_give_a_wrong_place(seed: int, ranks: int, gone: bool, batc
         del all_sent[chance.randrange(len(all_sent) // 2, len(all_sent))]
         port.say(all_sent, batch=batch)
         lost = {one.step for one in port.events if isinstance(one, LostStep)}
-        assert all(expected.step in lost for expected, _ in port.wrong)
+        assert all(expected.step in lost or expected.step not in port.whole_steps() for expected, _ in port.wrong)
     else:
         port.say(all_sent, frozenset(chance.sample(range(len(all_sent)), 2)), batch)
         assert port.wrong == []
