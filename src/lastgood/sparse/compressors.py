@@ -164,7 +164,7 @@ class Compressor(ABC):
     def _order(self, wanted: int) -> _Order:
         """What is to be chosen if `wanted` places are asked for."""
 
-    def _learn(self, order: _Order, chosen: _Chosen) -> None:  # noqa: B027
+    def _learn(self, order: _Order, chosen: _Chosen) -> None:  # noqa: B027 - most learn nothing
         """What follows for the next call."""
 
     def _check(
@@ -256,7 +256,7 @@ class RandomK(Compressor):
         _native.sparse_draw(self.places, wanted, self.seed % (1 << 64), self._calls, indices.ctypes.data)
         return _Order("given", wanted, wanted, wanted, indices=indices)
 
-    def _learn(self, order: _Order, chosen: _Chosen) -> None:  # noqa: ARG002
+    def _learn(self, order: _Order, chosen: _Chosen) -> None:  # noqa: ARG002 - as the base has it
         self._calls += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class Everything(Compressor):
     name = "none"
     width = BLOCK_WIDTH
 
-    def _order(self, wanted: int) -> _Order:  # noqa: ARG002
+    def _order(self, wanted: int) -> _Order:  # noqa: ARG002 - as the base has it
         return _Order("all", self.places, self.places, self.places)
 
 

@@ -383,5 +383,5 @@ class InForce:
 
 
 def _mark(setting: Setting) -> str:
-    """A controller that was started anew may give a number twice: then no rank takes one for the other."""
+    """A controller that was started again may give a number twice: then no rank takes one for the other."""
     return f"{setting.number}.{hashlib.sha256(setting.model_dump_json().encode()).hexdigest()[:16]}"

@@ -155,7 +155,7 @@ def _own_host(rank: int) -> str:
 
 
 def _listen(host: str) -> socket.socket:
-    """On `host`, or on all addresses where its name is none of this machine's (behind a translation, say)."""
+    """On `host`, or on all addresses if its name is none of this machine's (as with address translation)."""
     try:
         return listen_ring(host)
     except HostError as error:

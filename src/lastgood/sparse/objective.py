@@ -1,7 +1,7 @@
 """What a setting of batch sizes and compression is worth, and the best one (StellaTrain, sections 4.2 and 4.3).
 
 Worker i needs ``alpha_i * b_i + beta_i`` seconds to compute a batch of b_i samples, and (1 - r) of the gradient goes
-over the slowest link. r is the least compression whose exchange is hidden behind the computing, found by bisection, so
+over the slowest link. r is the least compression whose exchange takes no longer than the computing (bisection), so
 that the batch sizes are all there is to choose. Their cost is ::
 
     (seconds of an iteration / samples of it) * (1 + lambda * scale * g(samples, r))

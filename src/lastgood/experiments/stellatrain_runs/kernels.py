@@ -88,7 +88,7 @@ class _Bench:
         if how == "dense":
             optimizer = self._optimizer(kernel, name, fused=True)
             optimizer.param_groups[0]["params"][0].grad = self._gradient
-            return optimizer.step  # type: ignore[no-any-return]
+            return optimizer.step  # type: ignore[no-any-return]  # torch gives it no type
         sparse = self._optimizer(kernel, name, fused=False)
         (parameter,) = sparse.optimizer.param_groups[0]["params"]
         sent = [self._sent[1 if how == "single" else BLOCK_WIDTH]]

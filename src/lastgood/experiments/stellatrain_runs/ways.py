@@ -57,7 +57,7 @@ class Training(ABC):
     def step(self) -> None:
         """One iteration."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give back what it has beside memory."""
 
 
