@@ -44,6 +44,16 @@ def test_the_table_ends_with_the_sum() -> None:
     assert "vgg16 pccheck" in text
 
 
+def test_a_target_of_all_figures_has_each_run_once(tmp_path: Path) -> None:
+    few = ["models=vgg16", "machine=nowhere", f"results_dir={tmp_path}"]
+    found = {name: json.loads(plan(name, "--json", "--config", *few)) for name in ("paper", "fig8", "fig12_vgg16")}
+    records = {name: [run["record"] for run in one["runs"]] for name, one in found.items()}
+    assert len(set(records["paper"])) == len(records["paper"]) == found["paper"]["runs_left"]
+    assert set(records["fig8"]) | set(records["fig12_vgg16"]) < set(records["paper"])
+    assert set(records["fig8"]) & set(records["fig12_vgg16"])
+    assert found["paper"]["minutes_of_workflow"] > found["paper"]["minutes_left"] > found["fig8"]["minutes_of_workflow"]
+
+
 def test_the_sum_says_how_long_what_is_left_takes_and_where_nothing_is(tmp_path: Path) -> None:
     few = ["systems=none", "models=vgg16", "intervals=1", "repetitions=2", "machine=nowhere", f"results_dir={tmp_path}"]
     runs = json.loads(plan("fig8", "--json", "--config", *few))["runs"]
@@ -76,8 +86,9 @@ def test_overrides_may_come_one_by_one() -> None:
         (
             ["fig7"],
             "known: fig8, fig9, fig11, fig12, fig13, fig14, fig8e, fig8f, checkmate, dcp, flowcheck, remote, "
-            "stellatrain, test_simple",
+            "stellatrain, test_simple, all, paper, report, claims, and panels, as fig8_vgg16",
         ),
+        (["fig8_gpt"], "fig8 has no panel 'gpt' in this configuration; it has: fig8_vgg16, fig8_bert, "),
         (["fig8", "a=1"], "unknown key"),
     ],
 )

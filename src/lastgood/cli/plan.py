@@ -13,6 +13,7 @@ from lastgood.units import format_seconds
 
 if TYPE_CHECKING:
     from lastgood.experiments.config.schema import Config
+    from lastgood.experiments.figures.workflow_plan import PlannedRun
     from lastgood.experiments.plan.grid import Grid
     from lastgood.experiments.records.base import Spec
 
@@ -20,7 +21,9 @@ __all__ = ["plan"]
 
 
 def plan(
-    figure: Annotated[str, typer.Argument(help="A figure, for instance fig8, or test_simple.")],
+    figure: Annotated[
+        str, typer.Argument(help="A figure, as fig8; a panel, as fig8_vgg16; all or paper; or test_simple.")
+    ],
     more: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further overrides.")] = None,
     configfile: Annotated[
         Path | None, typer.Option(help="A configuration file [default: the checkout's config/laptop.yaml].")
@@ -43,7 +46,7 @@ def plan(
     from lastgood.experiments.figures.workflow_plan import (
         left_out,
         load_prediction_grid,
-        plan_figure,
+        plan_target,
         predict_runs,
         workflow_seconds,
     )
@@ -57,15 +60,21 @@ def plan(
     settings = load_config(configfile or root / "config" / "laptop.yaml", overrides)
     for name, reason in left_out(settings).items():
         typer.echo(f"{name} is left out: {reason}", err=True)
-    specs = plan_figure(settings, figure)
+    target = plan_target(settings, figure)
     results = Path(settings.results_dir)
-    grid = load_prediction_grid(root, figure)
-    runs = predict_runs(specs, results, grid)
+    figures = [panels[0][0] for panels in target.panels]
+    grids = {one: load_prediction_grid(root, one) for one in dict.fromkeys(figures)}
+
+    def predicted() -> list[PlannedRun]:
+        return predict_runs(target.specs, results, [grids[one] for one in figures])
+
+    runs = predicted()
     if probe and settings.machine is None and not any(run.source == "records" for run in runs):
-        runs = predict_runs(specs, results, _probed(grid, specs, settings))
+        grids = _probed(grids, figures, target.specs, settings)
+        runs = predicted()
     left = [run for run in runs if not run.done]
     minutes = sum(run.seconds for run in left) / 60
-    in_all_s = workflow_seconds(runs, results)
+    in_all_s = workflow_seconds(runs, target.panels, results)
     if as_json:
         emit_json(
             {
@@ -112,11 +121,14 @@ def plan(
     console.print(f"{len(runs)} runs, {done} done{rest}")
 
 
-def _probed(grid: Grid, specs: Sequence[Spec], settings: Config) -> Grid:
-    """`grid`, if nothing else is known of this machine, by a look at it, which is kept beside its records."""
+def _probed(grids: dict[str, Grid], figures: Sequence[str], specs: Sequence[Spec], settings: Config) -> dict[str, Grid]:
+    """`grids`, if nothing else is known of this machine, by a look at it, which is kept beside its records.
+
+    Grids of figures that have no run of a kind that can be looked at stay as they are.
+    """
     from lastgood.errors import LastgoodError
     from lastgood.experiments.machine.facts import machine_label
-    from lastgood.experiments.runs.probe import load_probe, probe_machine, with_probe
+    from lastgood.experiments.runs.probe import can_be_probed, load_probe, probe_machine, with_probe
 
     path = Path(settings.results_dir, machine_label(), settings.scale, "probe.json")
 
@@ -129,5 +141,11 @@ def _probed(grid: Grid, specs: Sequence[Spec], settings: Config) -> Grid:
         )
     except LastgoodError as error:
         report(f"no probe of this machine: {error}")
-        return grid
-    return grid if found is None else with_probe(grid, found, settings.scale)
+        return grids
+    if found is None:
+        return grids
+    looked_at = {figure for figure, spec in zip(figures, specs, strict=True) if can_be_probed(spec)}
+    return {
+        figure: with_probe(grid, found, settings.scale) if figure in looked_at else grid
+        for figure, grid in grids.items()
+    }

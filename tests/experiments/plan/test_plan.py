@@ -9,12 +9,16 @@ import pytest
 from lastgood.errors import ConfigError
 from lastgood.experiments.config.schema import Config
 from lastgood.experiments.config.yaml_file import parse_overrides
+from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.figures.workflow_plan import (
     SIMPLE,
+    load_prediction_grid,
     plan_figure,
     plan_names,
+    plan_target,
     plan_workflow,
     predict_runs,
+    workflow_seconds,
 )
 from lastgood.experiments.plan.grid import load_grid
 from lastgood.experiments.plan.load import parse_config
@@ -182,6 +186,66 @@ def test_an_unknown_figure_is_refused() -> None:
         "stellatrain",
         SIMPLE,
     ]
+
+
+# -- targets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all", "paper", "report", "claims"])
+def test_a_target_of_all_figures_is_what_the_workflow_makes_of_them(name: str, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=1\nb slots=1\n")
+    for entries, over_nodes in ((("models=vgg16,bert",), False), ((f"fig8e={{hostfile: {hosts}}}",), True)):
+        config = configure(*entries)
+        plan, target = plan_workflow(config), plan_target(config, name)
+        always = {figure for figure, _ in plan.records if figure_kind(figure).always(config)}
+        assert ("fig8e" in always) is over_nodes and not {"dcp", "flowcheck", "checkmate"} & always
+        expected = {record for place, records in plan.records.items() if place[0] in always for record in records}
+        # The records of exactly these figures, each once, in the order and with the proofs of the workflow.
+        assert target.specs == [spec for record, spec in plan.specs.items() if record in expected]
+        for spec, panels in zip(target.specs, target.panels, strict=True):
+            record = str(Path(config.results_dir, spec.record_path()))
+            assert panels == [place for place in plan.records if place[0] in always and record in plan.records[place]]
+
+
+def test_a_panel_is_the_figure_s_runs_of_one_model() -> None:
+    config = configure("models=vgg16,transformer_xl")
+    for figure in ("fig8", "fig9", "fig11", "checkmate"):
+        whole = plan_target(config, figure)
+        assert whole.specs == list(plan_figure(config, figure))
+        for model in figure_kind(figure).panels(config):
+            target = plan_target(config, f"{figure}_{model}")
+            assert target.specs == [spec for spec in whole.specs if spec.panel == model] != []
+            assert target.panels == [[(figure, model)]] * len(target.specs)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fig8_opt", "fig8 has no panel 'opt' in this configuration; it has: fig8_vgg16$"),
+        ("fig7_vgg16", "unknown figure 'fig7_vgg16'; known: fig8, .*, test_simple, all, paper, .* as fig8_vgg16$"),
+        ("fig8_", "fig8 has no panel ''"),
+        ("test_simple_vgg16", "unknown figure 'test_simple_vgg16'"),
+    ],
+)
+def test_what_is_no_target_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_target(configure("models=vgg16"), name)
+
+
+def test_each_run_of_a_target_is_predicted_by_its_own_figure_and_every_panel_is_drawn(tmp_path: Path) -> None:
+    target = plan_target(configure("models=vgg16", "systems=none,sync"), "paper")
+    figures = [panels[0][0] for panels in target.panels]
+    grids = {figure: load_prediction_grid(ROOT, figure) for figure in set(figures)}
+    runs = predict_runs(target.specs, tmp_path, [grids[figure] for figure in figures])
+    for figure in ("fig8", "fig11"):
+        alone = predict_runs(
+            plan_figure(configure("models=vgg16", "systems=none,sync"), figure), tmp_path, grids[figure]
+        )
+        assert {run.record: run.seconds for run in alone}.items() <= {run.record: run.seconds for run in runs}.items()
+    # vgg16 in figures 8, 9, 12, 13 and 14, and blob; and the ceilings once.
+    drawn_s = workflow_seconds(runs, target.panels, tmp_path) - sum(run.seconds for run in runs) - 1.7 * len(runs)
+    assert drawn_s == pytest.approx(6 * 5 + 20)
 
 
 # -- prediction ----------------------------------------------------------------------------------------------------

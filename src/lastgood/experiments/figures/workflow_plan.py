@@ -20,13 +20,16 @@ from lastgood.experiments.records.kinds import kind_of_spec
 
 __all__ = [
     "SIMPLE",
+    "Panel",
     "PlannedRun",
+    "Target",
     "WorkflowPlan",
     "has_record",
     "left_out",
     "load_prediction_grid",
     "plan_figure",
     "plan_names",
+    "plan_target",
     "plan_workflow",
     "predict_runs",
     "workflow_seconds",
@@ -34,6 +37,10 @@ __all__ = [
 
 SIMPLE = "test_simple"
 """The smoke test: not a figure, planned like one."""
+_OF_ALL_FIGURES = ("all", "paper", "report", "claims")
+"""Targets of the workflow that need every figure which nobody has to ask for by name."""
+Panel = tuple[str, str]
+"""Figure and name."""
 
 
 # -- which runs, in which order ------------------------------------------------------------------------------------
@@ -98,6 +105,51 @@ def plan_workflow(config: Config) -> WorkflowPlan:
     return WorkflowPlan(specs, records, priorities, hosts)
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a target of the workflow measures."""
+
+    specs: list[Spec]
+    """Each run once, in execution order."""
+    panels: list[list[Panel]]
+    """Of each run, the panels of this target that show it: one at least. The first one's figure predicts its time."""
+
+
+def plan_target(config: Config, name: str) -> Target:
+    """The runs of a figure, of one of its panels (``fig8_vgg16``), of all figures (``all``, ``paper``) or of SIMPLE.
+
+    Raises ConfigError, naming what is known, for anything else.
+    """
+    if name in _OF_ALL_FIGURES:
+        plan = plan_workflow(config)
+        shown: dict[str, list[Panel]] = {}
+        for panel, records in plan.records.items():
+            if figure_kind(panel[0]).always(config):
+                for record in records:
+                    shown.setdefault(record, []).append(panel)
+        records = [record for record in plan.specs if record in shown]
+        return Target([plan.specs[record] for record in records], [shown[record] for record in records])
+    figure, model = _figure_of_target(config, name)
+    specs = [spec for spec in plan_figure(config, figure) if model in (None, spec.panel)]
+    return Target(specs, [[(figure, spec.panel)] for spec in specs])
+
+
+def _figure_of_target(config: Config, name: str) -> tuple[str, str | None]:
+    """A figure and one of its panels; None for all of them."""
+    if name in plan_names():
+        return name, None
+    figure = next((one for one in figure_names() if name.startswith(f"{one}_")), None)
+    if figure is None:
+        known = ", ".join([*plan_names(), *_OF_ALL_FIGURES])
+        raise ConfigError(f"unknown figure {name!r}; known: {known}, and panels, as fig8_vgg16")
+    model = name.removeprefix(f"{figure}_")
+    panels = figure_kind(figure).panels(config)
+    if model not in panels:
+        has = ", ".join(f"{figure}_{one}" for one in panels) or "none"
+        raise ConfigError(f"{figure} has no panel {model!r} in this configuration; it has: {has}")
+    return figure, model
+
+
 def has_record(path: Path, spec: Spec) -> bool:
     """Whether a complete record of exactly this run lies at `path`, whatever time it bears."""
     try:
@@ -121,21 +173,23 @@ class PlannedRun:
     """Whether `seconds` comes from records of the same cell or from the grid's model."""
 
 
-def predict_runs(specs: Iterable[Spec], results_dir: Path, grid: Grid) -> list[PlannedRun]:
-    """Say for each run whether it is done and how many seconds it takes.
+def predict_runs(specs: Iterable[Spec], results_dir: Path, grid: Grid | Sequence[Grid]) -> list[PlannedRun]:
+    """Say for each run whether it is done and how many seconds it takes. `grid`: one for all runs, or each one's.
 
     Records of its cell predict a run; else the grid's model does, corrected by how far it was from the records that
     are there: of the same workload, or of all if there are none.
     """
     found = []
     errors: dict[str, list[tuple[float, float]]] = {}
-    for spec in specs:
+    specs = list(specs)
+    grids = [grid] * len(specs) if isinstance(grid, Grid) else grid
+    for spec, own in zip(specs, grids, strict=True):
         path = results_dir / spec.record_path()
         cell = _records_of_cell(spec, path.parent)
         alike = [record.wall_s for record in cell if record.spec.proof == spec.proof]
         walls = alike or [record.wall_s for record in cell]
         done = any(record.spec.repetition == spec.repetition for record in cell)
-        modelled_s = kind_of_spec(spec).function("modelled_s")(spec, grid.prediction[spec.scale])
+        modelled_s = kind_of_spec(spec).function("modelled_s")(spec, own.prediction[spec.scale])
         if alike and modelled_s > 0:
             errors.setdefault(spec.panel, []).append((statistics.median(alike), modelled_s))
         seconds = statistics.median(walls) if walls else modelled_s
@@ -159,10 +213,13 @@ _PANEL_S = 5.0
 """Collecting and drawing one."""
 
 
-def workflow_seconds(runs: Sequence[PlannedRun], results_dir: Path) -> float:
-    """How long `snakemake` takes for what is left of a plan: its runs, and what is done before, between and after."""
+def workflow_seconds(runs: Sequence[PlannedRun], panels_of_runs: Sequence[Sequence[Panel]], results_dir: Path) -> float:
+    """How long `snakemake` takes for what is left of a target: runs, and what is done before, between and after them.
+
+    `panels_of_runs` are those of its `Target`.
+    """
     left = [run for run in runs if not run.done]
-    panels = {run.spec.panel for run in left}
+    panels = {panel for run, shown in zip(runs, panels_of_runs, strict=True) if not run.done for panel in shown}
     machines = {run.spec.record_path().parts[0] for run in left}
     ceilings = sum(not (results_dir / machine / "ceilings.json").exists() for machine in machines)
     between = _BESIDE_A_RUN_S * len(left) + _PANEL_S * len(panels) + _CEILINGS_S * ceilings

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.disk import disk_bursts
@@ -26,7 +26,7 @@ from lastgood.text import parse_json, parse_model, read_bytes
 from lastgood.units import MIB
 from lastgood.workloads.registry import workload_data_kind, workload_module
 
-__all__ = ["Probe", "load_probe", "probe_machine", "with_probe"]
+__all__ = ["Probe", "can_be_probed", "load_probe", "probe_machine", "with_probe"]
 
 Report = Callable[[str], None]
 
@@ -117,11 +117,16 @@ _BESIDE_BUILDING_S = 2.0
 """Of a run in a workflow: its command's start, its folder, its record."""
 
 
+def can_be_probed(spec: Spec) -> TypeGuard[RunSpec]:
+    """Whether it trains a model on data, in one process: what a probe takes steps of."""
+    return isinstance(spec, RunSpec) and not spec.over_ranks and workload_data_kind(spec.workload) is not None
+
+
 def _workloads(specs: Iterable[Spec]) -> list[RunSpec]:
-    """A run of each workload that trains a model on data, in one process."""
+    """A run of each workload that a probe can look at."""
     found: dict[str, RunSpec] = {}
     for spec in specs:
-        if isinstance(spec, RunSpec) and not spec.over_ranks and workload_data_kind(spec.workload) is not None:
+        if can_be_probed(spec):
             found.setdefault(spec.workload, spec)
     return list(found.values())
 
