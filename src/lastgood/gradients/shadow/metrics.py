@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import logging
 import resource
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from lastgood.errors import CorruptCheckpoint, HostError
 from lastgood.gradients.layout.entries import Saved
 from lastgood.gradients.shadow.core import ShadowCore
 from lastgood.gradients.shadow.metric_names import CPU_S, OPTIMIZER_S, PEAK_RSS_BYTES, PREFIX, RECEIVED_BYTES
-from lastgood.wire.gate import Gate, Handshake, Line, open_listener
+from lastgood.wire.scrape import ScrapeServer
 
 __all__ = ["MetricsServer"]
 
 _log = logging.getLogger("lastgood.shadow")
-_TICK_S = 0.2
-_MAX_LINE_BYTES = 4096
-_MAX_FIELDS = 100
 
 
 @dataclass
@@ -84,51 +78,8 @@ def _newest(held: tuple[Saved, ...]) -> int:
     return max((saved.step for saved in held), default=-1)
 
 
-class MetricsServer:
-    """Answers GET /metrics, all requests in one thread. Raises HostError if the port cannot be had."""
+class MetricsServer(ScrapeServer):
+    """Answers GET /metrics with a shadow's numbers. Raises HostError if the port cannot be had."""
 
     def __init__(self, core: ShadowCore, host: str, port: int) -> None:
-        self._core = core
-        self._ending = threading.Event()
-        try:
-            listener = open_listener(host, port)
-        except OSError as error:
-            raise HostError(f"metrics cannot be served at {host}:{port}: {error}; name another port") from error
-        self.address = f"{host}:{listener.getsockname()[1]}"
-        self._gate: Gate[None] = Gate(listener, self._answer, "the metrics' port", _log.warning)
-        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._ending.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        with self._gate as gate:
-            while not self._ending.is_set():
-                gate.step(_TICK_S)
-
-    def _answer(self, other: str) -> Handshake[None]:
-        """A request and its answer: here nobody has anything to prove, and nobody stays."""
-        words = (yield Line(b"\n", _MAX_LINE_BYTES)).decode("ascii").split()
-        if len(words) < 2:
-            raise CorruptCheckpoint(f"{other} sent no request")
-        for _ in range(_MAX_FIELDS):
-            if not (yield Line(b"\n", _MAX_LINE_BYTES)).strip():
-                break
-        else:
-            raise CorruptCheckpoint(f"{other} sent more than {_MAX_FIELDS} fields of a request")
-        known = words[1].split("?")[0] in ("/", "/metrics")
-        if words[0] != "GET":
-            status, text = "405 Method Not Allowed", "there is GET only\n"
-        elif known:
-            status, text = "200 OK", generate_latest(_Numbers(self._core)).decode()
-        else:
-            status, text = "404 Not Found", "there is /metrics only\n"
-        content = text.encode()
-        head = (
-            f"HTTP/1.0 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-            f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
-        )
-        yield head.encode() + content
+        super().__init__(_Numbers(core), host, port, _log.warning)
