@@ -31,6 +31,8 @@ from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.gradients.switch.check import answer_checks, check_link
 from lastgood.gradients.switch.forward import CopySettings
 from lastgood.gradients.switch.relay import Switch, SwitchLink
+from lastgood.sparse.telemetry import ask_view
+from lastgood.sparse.telemetry_server import TelemetryServer
 from lastgood.wire import gate, ring_link
 from lastgood.wire.frames import Wire, prove_trainer
 from lastgood.wire.gate import open_listener
@@ -224,7 +226,20 @@ def ring(_: Path) -> Iterator[tuple[int, Enter]]:
         yield port, enter
 
 
-LISTENERS = [ring, board, coordinator, gemini, measured, shadow, metrics, switch, checks]
+@contextlib.contextmanager
+def telemetry(_: Path) -> Iterator[tuple[int, Enter]]:
+    listener = open_listener()
+    port = listener.getsockname()[1]
+    serving = TelemetryServer(listener, TOKEN, None, lambda _: None, timeout_s=WAIT_S)
+
+    def enter() -> None:
+        assert ask_view(f"127.0.0.1:{port}", TOKEN, WAIT_S)["ranks"] == []
+
+    with running(serving.run, serving.stop):
+        yield port, enter
+
+
+LISTENERS = [ring, board, coordinator, gemini, measured, shadow, metrics, switch, checks, telemetry]
 
 
 @pytest.mark.parametrize("listener", LISTENERS, ids=lambda one: one.__name__)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.errors import ConfigError, WaitTimeout
 from lastgood.ports import free_ports
+from lastgood.sparse.telemetry import ask_view
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.support.patience import PATIENCE
 
@@ -121,6 +125,44 @@ def test_two_nodes_by_the_script_come_to_the_same_model(data_dir: Path) -> None:
     assert found[0]["losses"] != found[1]["losses"]
     # Of 11.2 million parameters half a per cent each, at about 4.4 bytes a value.
     assert 0 < found[0]["sent_bytes"] < 2 * 11.2e6 * 0.005 * 5
+
+
+@pytest.mark.slow
+def test_ranks_follow_a_server_and_go_on_without_it(data_dir: Path, tmp_path: Path) -> None:
+    """Its setting holds on both, and still does when the server is killed in the middle of the training."""
+    serve = [*COMMAND, "serve", "--token-file", str(tmp_path / "token"), "--port", "0"]
+    server = subprocess.Popen(serve, stderr=subprocess.PIPE, text=True)
+    port, steps = str(free_ports()[0]), 48
+    places = [
+        {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(2)
+    ]
+    try:
+        assert server.stderr is not None
+        found = re.search(r"telemetry at (\S+)", server.stderr.readline())
+        assert found
+        address = found[1]
+        follow = ["--controller", address, "--token-file", str(tmp_path / "token"), "--least-compression", "0.5"]
+        train = [*COMMAND, "train", "--steps", str(steps), "--threads", "1", "--config", f"data_dir={data_dir}"]
+
+        def kill_once_a_setting_holds() -> None:
+            deadline = time.monotonic() + 120 * PATIENCE
+            while time.monotonic() < deadline:
+                ranks = ask_view(address, (tmp_path / "token").read_bytes().strip())["ranks"]
+                if any(one["last"] and one["last"]["setting_number"] for one in ranks):
+                    break
+                time.sleep(0.05)
+            server.kill()
+
+        with ThreadPoolExecutor(1) as pool:
+            killing = pool.submit(kill_once_a_setting_holds)
+            outcomes = [json.loads(output) for output in ended([[*train, *follow, "--json"]] * 2, places)]
+            killing.result(1.0)
+    finally:
+        server.kill()
+        server.wait()
+    assert outcomes[0]["digest"] == outcomes[1]["digest"] and [one["last_step"] for one in outcomes] == [steps] * 2
+    assert outcomes[0]["setting"] == outcomes[1]["setting"] != None  # noqa: E711  # all three
+    assert sum(outcomes[0]["setting"]["samples"]) == 2 * 8 and outcomes[0]["setting"]["compression"] >= 0.5
 
 
 @pytest.mark.slow

@@ -79,3 +79,29 @@ def test_a_place_for_checkpoints(tmp_path):
     more = advice(message, r"(--directory FOLDER)$").replace("FOLDER", str(tmp_path / "job")).split()
     again = CliRunner().invoke(app, [*words, *more])
     assert "lastgood data prepare" in str(again.exception)  # there is no data, which comes next
+
+
+@follows("needs the token that its server has: --token-file FILE")
+def test_a_token_for_the_controllers_server(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("x" * 32)
+    token.chmod(0o600)
+    words = ["stellatrain", "train", "--controller", "127.0.0.1:1", "--config", f"data_dir={tmp_path / 'none'}"]
+    message = hear(str(CliRunner().invoke(app, words).exception))
+    more = advice(message, r"(--token-file FILE)$").replace("FILE", str(token)).split()
+    again = CliRunner().invoke(app, [*words, *more])
+    assert "lastgood data prepare" in str(again.exception)  # there is no data, which comes next
+
+
+@follows("--surface is for --controller own; a server elsewhere is given it")
+def test_a_surface_for_the_controller_of_rank_0(tmp_path):
+    surface = tmp_path / "surface.json"
+    surface.write_text('{"samples": [8, 64], "compressions": [0, 0.9], "lags": [[0, 0.1], [0.1, 0.2]]}')
+    words = ["stellatrain", "train", "--surface", str(surface), "--config", f"data_dir={tmp_path / 'none'}"]
+    message = hear(str(CliRunner().invoke(app, words).exception))
+    again = CliRunner().invoke(app, [*words, *advice(message, "--controller own").split()])
+    assert "lastgood data prepare" in str(again.exception)  # there is no data, which comes next
+    (tmp_path / "token").write_text("x" * 32)
+    (tmp_path / "token").chmod(0o600)
+    elsewhere = ["serve", "--token-file", str(tmp_path / "token"), "--port", "0", "--seconds", "0"]
+    assert CliRunner().invoke(app, ["stellatrain", *elsewhere, "--surface", str(surface)]).exit_code == 0

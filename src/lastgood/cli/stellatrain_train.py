@@ -6,11 +6,12 @@ import os
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lastgood.cli._output import console, emit_json
+from lastgood.cli.stellatrain_serve import choosing
 from lastgood.errors import ConfigError, WaitTimeout
 
 __all__ = ["train"]
@@ -42,6 +43,18 @@ def train(
     noise: Annotated[
         bool, typer.Option("--noise", help="Train on random pixels and labels, without a data set.")
     ] = False,
+    controller: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|own",
+            help="Tell each iteration to `lastgood stellatrain serve` there, or in rank 0, and do as it chooses.",
+        ),
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token of --controller HOST:PORT.")] = None,
+    least_compression: Annotated[float, typer.Option(help="No less is taken from a controller.")] = 0.9,
+    surface: Annotated[
+        Path | None, typer.Option(help="A profile by `lastgood stellatrain profile`, for --controller own.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads to compute with [default: torch's].")] = None,
     configfile: Annotated[
         Path | None, typer.Option(help="A configuration file [default: the checkout's config/laptop.yaml].")
@@ -62,6 +75,7 @@ def train(
     overrides = parse_overrides(config or [])
     settings = load_config(configfile or find_root() / "config" / "laptop.yaml", overrides)
     settings.workload_options(workload)  # refuses an unknown one
+    telemetry = _telemetry(controller, token_file, surface)
     if system is not None and directory is None:
         raise ConfigError(f"--system {system} needs a place for its checkpoints: --directory FOLDER")
 
@@ -69,7 +83,9 @@ def train(
     from lastgood.checkpointers.base import Checkpointer
     from lastgood.checkpointers.baselines.none import NoCheckpointing
     from lastgood.checkpointers.registry import checkpointer_class
+    from lastgood.sparse.own_controller import own_controller
     from lastgood.sparse.ranks import ranks_of_torch
+    from lastgood.sparse.telemetry_server import Choosing
     from lastgood.training.loop import configure_compute
     from lastgood.training.sparse import noise_like, train_sparse
 
@@ -77,6 +93,7 @@ def train(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     configure_compute(threads or torch.get_num_threads(), deterministic=settings.device == "cpu")
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    server = None
     if together:
         _join(timeout_s)
     try:
@@ -89,7 +106,7 @@ def train(
             if ranks.rank == 0:
                 console.print(f"{workload}: {text}")
 
-        engine = {
+        engine: dict[str, Any] = {
             "compressor": compressor,
             "compression": compression,
             "staleness": staleness,
@@ -98,6 +115,10 @@ def train(
             "timeout_s": timeout_s,
             "seed": settings.seed,
         }
+        if isinstance(telemetry, Choosing):
+            server, telemetry = own_controller(ranks, telemetry, timeout_s)
+        if telemetry is not None:
+            engine.update(telemetry=telemetry, least_compression=min(least_compression, compression))
         built = settings.build_workload(workload)
         if noise:
             built.data = noise_like(built.data)
@@ -105,16 +126,38 @@ def train(
         if together:
             dist.barrier()  # rank 0 serves the store
     finally:
+        if server is not None:
+            server.close()
         if together:
             dist.destroy_process_group()
     if found.losses:
         report(f"loss {found.losses[0]:.4g} at step {found.first_step + 1}, {found.losses[-1]:.4g} at {steps}")
         a_step = found.sent_bytes / len(found.losses)
         report(f"{found.iterations_per_s:.3g} iterations/s, {a_step / 1e6:.3g} MB sent a step by each rank")
+    if found.setting is not None:
+        sizes = ", ".join(map(str, found.setting["samples"]))
+        report(f"setting {found.setting['number']}: batches of {sizes}, compression {found.setting['compression']:g}")
     if system is not None:
         report(f"checkpoints: {found.durable} durable, {found.failed} failed")
     if as_json:
         emit_json({"rank": ranks.rank, **asdict(found)})
+
+
+def _telemetry(controller: str | None, token_file: Path | None, surface: Path | None) -> Any:
+    """The client of --controller, how rank 0's own one chooses, or None; before anything is connected."""
+    if controller == "own":
+        return choosing(None, 0.0, surface, 5.0, 1.0)
+    if surface is not None:
+        raise ConfigError("--surface is for --controller own; a server elsewhere is given it")
+    if controller is None:
+        return None
+    if token_file is None:
+        raise ConfigError(f"--controller {controller} needs the token that its server has: --token-file FILE")
+
+    from lastgood.sparse.telemetry import TelemetryClient
+    from lastgood.tokens import read_token
+
+    return TelemetryClient(controller, read_token(token_file))
 
 
 def _join(timeout_s: float) -> None:

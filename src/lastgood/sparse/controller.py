@@ -49,7 +49,7 @@ class Report(FrozenModel):
     iteration: int = Field(ge=0, lt=1 << 48)
     samples: int = Field(ge=1, le=_MOST_SAMPLES)
     compute_s: float = Field(gt=0, le=_MOST_S)
-    """Forward and backward pass."""
+    """Forward and backward pass, and all else that is no waiting."""
     waited_s: float = Field(ge=0, le=_MOST_S)
     """For the exchange, while nothing was computed."""
     sent_bytes: int = Field(ge=0, le=_MOST_BYTES)

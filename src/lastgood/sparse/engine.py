@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -16,13 +17,16 @@ from typing import Any, ClassVar, Literal
 from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, StateError
 from lastgood.sparse.compressors import ValueType
+from lastgood.sparse.engine_options import check_options, least_of
 from lastgood.sparse.engine_state import FORMAT, check_engine, pack, spread, unpack
-from lastgood.sparse.layers import digest_of, find_layers
+from lastgood.sparse.following import Follower
+from lastgood.sparse.layers import digest_of, find_layers, refuse_other_gradients
 from lastgood.sparse.optimizer import Mode, SparseOptimizer
 from lastgood.sparse.pipeline import Pipeline
 from lastgood.sparse.ranks import Ranks, ranks_of_torch
 from lastgood.sparse.schedule import Schedule, Task
 from lastgood.sparse.split import split
+from lastgood.sparse.telemetry import Telemetry
 from lastgood.state import Checked, NewWorld
 from lastgood.state.steppers import note_stepper
 
@@ -56,6 +60,10 @@ class Engine(Checked):
         buffers: what becomes of the model's buffers (BatchNorm's statistics): after each step all ranks get those of
             the "first" one, as under DistributedDataParallel, or each keeps its "own".
         error_feedback: False throws away what is not sent: for comparisons.
+        telemetry: is told what each iteration took, on all ranks, and brings settings of a controller: `batches` gives
+            batches of their sizes then, and all ranks compress as they say.
+        least_compression: no setting may have less: room for what is in flight is kept for it [default: 0.9, or
+            `compression` if that is less].
         timeout_s: how long any wait for other ranks may last.
         ranks: those of torch.distributed by default.
 
@@ -82,17 +90,12 @@ class Engine(Checked):
         threads: int = 1,
         seed: int = 0,
         timeout_s: float = 30.0,
+        telemetry: Telemetry | None = None,
+        least_compression: float | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        if staleness not in (0, 1) or (partial and staleness == 0):
-            raise ConfigError(f"staleness={staleness}, partial={partial}: staleness is 0 or 1, and partial needs 1")
-        if buffers not in ("first", "own"):
-            raise ConfigError(f"buffers={buffers!r}: choose first or own")
-        if accumulate < 1 or threads < 1 or not 0 <= compression < 1 or timeout_s <= 0:
-            raise ConfigError(
-                f"accumulate={accumulate}, threads={threads}, compression={compression}, timeout_s={timeout_s}: "
-                "the first two are at least 1, compression is at least 0 and below 1, and timeout_s is above 0"
-            )
+        check_options(staleness, partial, buffers, accumulate, threads, compression, timeout_s)
+        least = least_of(compression, least_compression, follows=telemetry is not None)
         self.optimizer = optimizer
         """What checkpointers are given: the optimizer that was given."""
         self._model = model
@@ -113,6 +116,7 @@ class Engine(Checked):
         }
         lines = [f"{name}={value}" for name, value in self._settings.items()]
         lines += [f"compression={compression}", f"buffers={buffers}", f"error_feedback={error_feedback}"]
+        lines += [f"telemetry={telemetry is not None}", f"least compression {least}"]
         lines += [layer.line for layer in layers]
         self._ranks.compare("the engine's settings and layers", lines, timeout_s)
         self._begin_alike()
@@ -122,6 +126,7 @@ class Engine(Checked):
             self._ranks,
             self._schedule,
             compression=compression,
+            least_compression=least,
             compressor=compressor,
             values=values,
             error_feedback=error_feedback,
@@ -129,8 +134,18 @@ class Engine(Checked):
             seed=seed,
             timeout_s=timeout_s,
         )
+        self._follower = None
+        if telemetry is not None:
+            self._follower = Follower(
+                telemetry,
+                self._ranks,
+                self._pipeline,
+                staleness=staleness,
+                least_compression=least,
+                timeout_s=timeout_s,
+            )
         self._share, self._last = 1.0, True
-        """Of the batch, and whether its last part is the next one."""
+        """Of the batch, by which its loss is multiplied, and whether its last part is the next one."""
         self._passes = 0
         """Backward passes since the last part of a batch."""
         self._taking = self._stepping = False
@@ -150,12 +165,17 @@ class Engine(Checked):
     def batches(self, data: Iterable[Any]) -> Iterator[Any]:
         """The batches of `data`, each in `accumulate` parts along the first dimension of its tensors.
 
-        Parts differ by one sample at most, and a batch of fewer samples has fewer parts.
+        Parts differ by one sample at most, and a batch of fewer samples has fewer parts. With `telemetry`, batches
+        have the size that the controller gives this rank (what is left of one comes first in the next), and a sample
+        counts as much as one of any other rank: call it on all of them. `data` should not end on some ranks only;
+        data with a method `take_share`, as `lastgood.sparse.following.Shares` has it, is shared out by the sizes.
         """
-        for batch in data:
+        follower = self._follower
+        sized = ((one, 1.0) for one in data) if follower is None else follower.sized(data, self._schedule)
+        for batch, weight in sized:
             parts = split(batch, self._accumulate)
             for number, (part, share) in enumerate(parts):
-                self._share, self._last = share, number == len(parts) - 1
+                self._share, self._last = share * weight, number == len(parts) - 1
                 passes = self._passes
                 yield part
                 if not self._last and self._passes != passes + 1:
@@ -171,6 +191,8 @@ class Engine(Checked):
         self._begin()
         if self._taking:
             raise CheckpointError("engine.backward() twice before engine.step(); add the losses, or use accumulate=")
+        if self._follower is not None and not self._passes:
+            self._follower.turn(self._schedule.iteration)
         self._passes += 1
         self._taking = self._last
         try:
@@ -219,6 +241,8 @@ class Engine(Checked):
         while self._hooks:
             self._hooks.pop().remove()
         self._pipeline.close()
+        if self._follower is not None:
+            self._follower.close()
         self._broken = self._broken or CheckpointError("the engine is closed")
 
     def facts(self) -> dict[str, Any]:
@@ -226,6 +250,8 @@ class Engine(Checked):
         facts = getattr(self._pipeline.exchange, "facts", None)
         return {
             "iteration": self._schedule.iteration,
+            "compression": self._pipeline.compression,
+            "setting": None if self._follower is None else self._follower.setting,
             "waited_s": self._pipeline.waited_s,
             "early_share": self._early / max(1, self._applied),
             "not_finite": {side.layer.name: side.not_finite for side in self._pipeline.sides if side.not_finite},
@@ -265,6 +291,7 @@ class Engine(Checked):
             # A schedule may have changed since: what is in flight is applied with those of its own iteration.
             "hyperparameters": self._sparse.begun(self._schedule.iteration - 1) if blocks else None,
             "in_flight": pack(blocks, self._pipeline.shapes, self._ranks.ranks) if self._schedule.staleness else None,
+            "following": None if self._follower is None else self._follower.state_dict(),
         }
 
     def check_saved(self, saved: Any, path: str) -> None:
@@ -297,6 +324,9 @@ class Engine(Checked):
         if state["hyperparameters"] is not None:
             self._sparse.begin(iteration - 1, state["hyperparameters"])
         self._pipeline.restore(tasks, self._ranks.rank)
+        following = state.get("following")
+        if self._follower is not None and following is not None:
+            self._follower.load_state_dict(following)
 
     def load_from_ranks(self, states: Sequence[Mapping[str, Any]], world: NewWorld) -> None:
         """Go on from what all ranks of a checkpoint had, with another number of ranks; `spread` has the rule.
@@ -365,29 +395,36 @@ class Engine(Checked):
         self._pipeline.wait_compressed()
         for side in self._pipeline.sides:
             side.layer.parameter.grad = None
-        for number, group in enumerate(self.optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:  # torch's step would make a step of this rank's own
-                    raise ConfigError(
-                        f"parameter {place} of group {number}, of shape {tuple(parameter.shape)}, has a gradient, and "
-                        "was frozen or in no group when the engine was made; make the engine after that change"
-                    )
+        refuse_other_gradients(self.optimizer)
         self._sparse.begin(iteration)
         due = schedule.due()
+        if self._follower is not None:
+            self._follower.look(iteration)
+        waits = time.perf_counter()
         self._pipeline.wait_for(due)
         self._ranks.hear_first(f"buffers/{iteration}", self._buffers, self._timeout_s)
-        self._update(lambda: self._apply(due))
+        waited_s = time.perf_counter() - waits
+        apply_s, stalled_s = self._update(lambda: self._apply(due))
         schedule.end()
+        if self._follower is not None:
+            self._follower.tell(iteration, waited_s, apply_s, stalled_s)
         # All ranks have sent what this step applied, so they have heard the buffers of the iteration before that.
         self._ranks.forget_first(f"buffers/{iteration - 1 - schedule.staleness}", self._buffers)
         self._passes, self._taking = 0, False
 
-    def _update(self, write: Any) -> None:
-        """Write weights inside the optimizer's step: its hooks are called, and it finds no gradients of its own."""
+    def _update(self, write: Any) -> tuple[float, float]:
+        """Write weights inside the optimizer's step: its hooks are called, and it finds no gradients of its own.
+
+        Returns the seconds that writing took, and those of hooks.
+        """
+        began, wrote_s = time.perf_counter(), 0.0
 
         def closure() -> float:
+            nonlocal wrote_s
+            writes = time.perf_counter()
             with torch.no_grad():
                 write()
+            wrote_s = time.perf_counter() - writes
             return 0.0
 
         self._stepping = True
@@ -395,6 +432,7 @@ class Engine(Checked):
             self.optimizer.step(closure)
         finally:
             self._stepping = False
+        return wrote_s, time.perf_counter() - began - wrote_s
 
     def _apply(self, due: Sequence[Task]) -> None:
         for task in due:

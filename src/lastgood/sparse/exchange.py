@@ -36,6 +36,7 @@ from lastgood.sparse.blocks import MAX_ELEMENTS, SparseGradient
 from lastgood.sparse.chunks import Chunk, Kind, cut, failure_payload, pack_header, parse_failure
 from lastgood.sparse.coding import decode, encode, most_encoded_bytes
 from lastgood.sparse.gathers import Gathered, Gathers, Key
+from lastgood.sparse.link_clock import sending_s
 from lastgood.sparse.links import LAST, LINGER_S, LinkReader, LinkSender, Urgency
 from lastgood.sparse.meeting import Place, Setting, about, find_place, meet
 from lastgood.wire.frames import keep_alive, shut_down
@@ -59,6 +60,8 @@ class ExchangeFacts:
     received_bytes: int
     link_busy_s: float
     """Seconds in which more was to be sent than the link to the next rank took."""
+    sending_s: float
+    """Seconds in which something was on its way to the next rank, as the kernel counts them."""
     gathered: int
     """Blocks that have come back complete, those of all ranks together."""
     gather_s: float
@@ -134,7 +137,8 @@ class Exchange:
         """What it has done so far."""
         ring, gathers = self._ring, self._gathers
         sent, received, busy_s = (0, 0, 0.0) if ring is None else ring.traffic()
-        return ExchangeFacts(sent, received, busy_s, gathers.gathered, gathers.gather_s)
+        sending_s = 0.0 if ring is None else ring.sending_s(busy_s)
+        return ExchangeFacts(sent, received, busy_s, sending_s, gathers.gathered, gathers.gather_s)
 
     def close(self) -> None:
         """Leave, within a bounded time. Safe to call twice.
@@ -196,6 +200,7 @@ class _Ring:
         self._incoming: dict[tuple[int, Key], _Incoming] = {}
         self._newest: dict[tuple[int, int], int] = {}
         """By origin and layer, the newest iteration that has come completely."""
+        self._sending_s = 0.0
         self._moved_at = time.monotonic()
         self._numbers = itertools.count()
         self._arrived: queue.PriorityQueue[_Arrived] = queue.PriorityQueue()
@@ -225,6 +230,11 @@ class _Ring:
         """Bytes sent and received, and seconds in which the link was busy."""
         received = sum(reader.received_bytes for reader in self._readers.values())
         return self._sender.sent_bytes, received, self._sender.busy_s
+
+    def sending_s(self, busy_s: float) -> float:
+        """Seconds in which something was on its way; `busy_s`, in which it could not even leave, if that is more."""
+        self._sending_s = max(self._sending_s, busy_s, sending_s(self._following.socket))
+        return self._sending_s
 
     # -- the receiver's thread -------------------------------------------------------------------------------------
 

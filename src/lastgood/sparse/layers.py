@@ -10,7 +10,7 @@ from lastgood._lazy import torch
 from lastgood.errors import ConfigError
 from lastgood.sparse.blocks import MAX_ELEMENTS
 
-__all__ = ["Layer", "digest_of", "find_layers", "flat_gradient"]
+__all__ = ["Layer", "digest_of", "find_layers", "flat_gradient", "refuse_other_gradients"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +72,20 @@ def flat_gradient(layer: Layer) -> torch.Tensor:
     if gradient.layout is not torch.strided:
         raise ConfigError(f"{layer.name} has a gradient of layout {gradient.layout}; make it dense, as sparse=False")
     return gradient.detach().contiguous().view(-1)
+
+
+def refuse_other_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if there is one once the layers' are taken: torch's step would make a step of this rank's own.
+
+    To be called before the optimizer's step.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"parameter {place} of group {number}, of shape {tuple(parameter.shape)}, has a gradient, and "
+                    "was frozen or in no group when the engine was made; make the engine after that change"
+                )
 
 
 def digest_of(tensors: Iterable[torch.Tensor], words: Sequence[object] = ()) -> str:

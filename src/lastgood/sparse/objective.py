@@ -343,7 +343,9 @@ def best_choice(problem: Problem, *, starts: int = 32, seed: int = 0, before: Se
     candidates = [_exact(problem, level(problem, total), total) for total in _totals(problem)]
     if before is not None and _allowed(problem, before):
         candidates.append(_exact(problem, before, sum(before)))
-    if len(problem.workers) > 1 or problem.least_total < problem.most_total:
+    # The level split of a given total is the fastest, and without a surface nothing else counts.
+    searched = len(problem.workers) > 1 and not isinstance(problem.surface, NoSurface)
+    if searched or problem.least_total < problem.most_total:
         candidates += [_descend(problem, start) for start in _starts(problem, starts, seed)]
         totals = sorted({sum(one.samples) for one in candidates})
         candidates += [_exact(problem, level(problem, total), total) for total in totals]

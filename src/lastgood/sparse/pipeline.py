@@ -53,6 +53,7 @@ class Pipeline:
         schedule: Schedule,
         *,
         compression: float,
+        least_compression: float,
         compressor: str,
         values: ValueType,
         error_feedback: bool,
@@ -78,14 +79,22 @@ class Pipeline:
             )
             for layer in layers
         ]
+        self.compression = compression
+        self._ranks = ranks.ranks
         self.shapes = [
             LayerShape(
                 side.layer.name,
                 side.residual.numel(),
-                most_bytes(side.compressor, side.count, side.values_type.itemsize),
+                most_bytes(
+                    side.compressor,
+                    keep_count(side.residual.numel(), least_compression, ranks.ranks),
+                    side.values_type.itemsize,
+                ),
             )
             for side in self.sides
         ]
+        self.value_bytes = self.sides[0].values_type.itemsize + (1.5 if self.sides[0].compressor.width == 1 else 0.4)
+        """Sent for each chosen element, indices and checksums included, about (docs/wire-format.md)."""
         self.waited_s = 0.0
         """For other ranks' blocks, so far."""
         self.exchange: Gathers | None = None
@@ -95,6 +104,12 @@ class Pipeline:
         """Gradients of this iteration, with torch's count of their changes when they were begun."""
         self._sent: dict[Task, SparseGradient] = {}
         self._gathered: dict[Task, Future[list[SparseGradient]]] = {}
+
+    def compress_by(self, compression: float) -> None:
+        """From the next iteration on. Nothing of this one may have begun."""
+        self.compression = compression
+        for side in self.sides:
+            side.count = keep_count(side.residual.numel(), compression, self._ranks)
 
     def begin(self, number: int) -> None:
         """The gradient of a layer is complete, or will not come in this iteration."""
@@ -137,6 +152,18 @@ class Pipeline:
                     f"the gradient of {layer.name} was changed between engine.backward() and engine.step() (clipped?), "
                     "and had left before; change it by a hook of its parameter, as parameter.register_hook(...)"
                 )
+
+    def sent_values(self) -> list[torch.Tensor]:
+        """What this rank has sent in this iteration, of each layer; after `wait_compressed`."""
+        return [sent.values for task, sent in self._sent.items() if task.iteration == self._schedule.iteration]
+
+    def traffic(self) -> tuple[int, float]:
+        """Bytes sent to the next rank so far, and seconds in which something was on its way to it."""
+        facts = getattr(self.exchange, "facts", None)
+        if facts is None:
+            return 0, 0.0
+        found = facts()
+        return found.sent_bytes, found.sending_s
 
     def wait_for(self, tasks: Sequence[Task]) -> None:
         """Return when all ranks' blocks of these are here. Raises what the exchange raises, and WaitTimeout."""

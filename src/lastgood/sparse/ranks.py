@@ -79,9 +79,29 @@ class Ranks:
         """Tell all ranks `own`, and hear of each of them, in rank order; all must call it. Raises WaitTimeout."""
         if self._store is None:
             return [own]
-        self._store.set(f"{what}/{self.rank}", own)
+        self.show(what, own)
         deadline = time.monotonic() + timeout_s
         return [self._get(f"{what}/{rank}", rank, deadline, timeout_s).decode() for rank in range(self.ranks)]
+
+    def show(self, what: str, own: str) -> None:
+        """Tell all ranks `own`, which they get by `shown`."""
+        if self._store is not None:
+            self._store.set(f"{what}/{self.rank}", own)
+
+    def shown(self, what: str, timeout_s: float) -> list[str]:
+        """What all ranks show, in rank order; one request if it is there already. Raises WaitTimeout."""
+        assert self._store is not None, "one rank has nobody to hear of"
+        keys = [f"{what}/{rank}" for rank in range(self.ranks)]
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=timeout_s))
+            return [bytes(one).decode() for one in self._store.multi_get(keys)]
+        except RuntimeError as error:  # torch's own, of several classes
+            raise WaitTimeout(f"waited {timeout_s:g} s for {what!r} of all ranks: {error}") from error
+
+    def show_no_more(self, what: str) -> None:
+        """Take away what this rank showed, which all have got."""
+        if self._store is not None:
+            self._store.delete_key(f"{what}/{self.rank}")
 
     def compare(self, what: str, own: Sequence[str], timeout_s: float) -> None:
         """Raise MismatchError, naming both sides, unless all ranks give the same lines.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lastgood._lazy import torch
@@ -12,7 +12,7 @@ from lastgood.workloads.base import Batch, BatchStream, Workload
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["RankStream", "loss_module", "shard", "wrap_data_parallel"]
+__all__ = ["RankStream", "SampleStream", "loss_module", "shard", "wrap_data_parallel"]
 
 
 class RankStream(BatchStream):
@@ -31,6 +31,69 @@ class RankStream(BatchStream):
     def batch(self, index: int) -> Batch:
         """This rank's share of global batch `index`."""
         return self._whole.batch(index * self._ranks + self._rank)
+
+
+class SampleStream(BatchStream):
+    """Rank r's samples of a stream that all ranks take from, each as many as it is told.
+
+    Sample s is row s % b of the stream's batch s // b, for its batches of b. In each iteration rank 0 has the next
+    samples of all, rank 1 those after them, and so on. The position counts samples of all ranks: it is one number, no
+    sample is left out or comes twice whatever the sizes are, and another number of ranks may go on from it.
+    """
+
+    def __init__(self, whole: BatchStream, rank: int, ranks: int) -> None:
+        super().__init__()
+        self._whole, self._rank, self._ranks = whole, rank, ranks
+        self._newest: tuple[int, Batch] | None = None
+        self._size: int | None = None
+
+    @property
+    def batch_samples(self) -> int:
+        """Of a batch of the stream."""
+        if self._size is None:
+            self._size = len(next(iter(self._batch(0).values())))
+        return self._size
+
+    def batch(self, index: int) -> Batch:
+        """This rank's share of global batch `index`, if all are as large as the stream's."""
+        return self._whole.batch(index * self._ranks + self._rank)
+
+    def take_share(self, samples: Sequence[int] | None) -> Batch:
+        """This rank's samples if the ranks take so many each in an iteration; None: a batch of the stream each."""
+        sizes = [self.batch_samples] * self._ranks if samples is None else samples
+        found = self._samples(self.consumed + sum(sizes[: self._rank]), sizes[self._rank])
+        self.consumed += sum(sizes)
+        return found
+
+    def __next__(self) -> Batch:
+        return self.take_share(None)
+
+    def _samples(self, first: int, count: int) -> Batch:
+        size, pieces = self.batch_samples, []
+        while count:
+            number, begin = divmod(first, size)
+            end = min(size, begin + count)
+            pieces.append({name: part[begin:end] for name, part in self._batch(number).items()})
+            first, count = first + end - begin, count - (end - begin)
+        if len(pieces) == 1:
+            return pieces[0]
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def _batch(self, index: int) -> Batch:
+        if self._newest is None or self._newest[0] != index:
+            self._newest = index, self._whole.batch(index)
+        return self._newest[1]
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, in samples."""
+        return {"samples": self.consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a saved position, also that of `RankStream`, which counts batches of all ranks."""
+        if "samples" in state:
+            self.consumed = int(state["samples"])
+        else:
+            self.consumed = int(state["consumed"]) * self._ranks * self.batch_samples
 
 
 def wrap_data_parallel(workload: Workload) -> DistributedDataParallel:

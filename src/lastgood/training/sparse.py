@@ -12,7 +12,7 @@ from lastgood.checkpointers.base import Checkpointer
 from lastgood.sparse.engine import Engine
 from lastgood.sparse.ranks import Ranks
 from lastgood.state import state_digest
-from lastgood.training.parallel import RankStream
+from lastgood.training.parallel import RankStream, SampleStream
 from lastgood.workloads.base import Batch, BatchStream, Workload
 
 __all__ = ["SparseTrained", "noise_like", "train_sparse"]
@@ -36,6 +36,8 @@ class SparseTrained:
     durable: int
     failed: int
     """Checkpoints."""
+    setting: dict[str, Any] | None
+    """The controller's that held at the end."""
     digest: str
     """Of the live model and optimizer at the end, with all that was in flight applied."""
 
@@ -69,10 +71,11 @@ def train_sparse(
 ) -> SparseTrained:
     """Go on from this rank's checkpoints, or begin, and train up to step `steps`; all ranks call it.
 
-    `options` are those of `Engine`. Batches are shared out over the ranks. Raises what `Engine` and
-    `Checkpointer.attach` do.
+    `options` are those of `Engine`. Batches are shared out over the ranks; with `telemetry` among the options samples
+    are, so the workload must take batches of any size. Raises what `Engine` and `Checkpointer.attach` do.
     """
-    data = RankStream(workload.data, ranks.rank, ranks.ranks)
+    place = workload.data, ranks.rank, ranks.ranks
+    data: BatchStream = RankStream(*place) if options.get("telemetry") is None else SampleStream(*place)
     model = workload.model.train()
     engine = Engine(model, workload.optimizer, ranks=ranks, **options)
     try:
@@ -82,8 +85,9 @@ def train_sparse(
         losses: list[float] = []
         began = told = time.monotonic()
         step = first
+        batches = engine.batches(data)
         while step < steps:
-            batch = next(data)
+            batch = next(batches)
             moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             loss = workload.loss(moved)
             engine.backward(loss)
@@ -103,7 +107,7 @@ def train_sparse(
         engine.finish()
         checkpointer.drain()
         digest = state_digest({"model": model, "optimizer": workload.optimizer})
-        facts = engine.facts()["exchange"]
+        facts, setting = engine.facts()["exchange"], engine.facts()["setting"]
         outcomes = [event.outcome.value for event in checkpointer.events]
     finally:
         checkpointer.close()
@@ -116,5 +120,6 @@ def train_sparse(
         sent_bytes=0 if facts is None else facts.sent_bytes,
         durable=outcomes.count("durable"),
         failed=outcomes.count("failed"),
+        setting=None if setting is None else setting.model_dump(mode="json"),
         digest=digest,
     )
