@@ -31,6 +31,8 @@ ABOVE = {"cli", "experiments", "__main__"}
 AT_IMPORT = {
     ("checkpointers", "triton"),  # torch brings it where there are CUDA devices; the module is imported for those only
     ("gradients", "prometheus_client"),  # gradients/shadow/metrics.py, which `lastgood shadow serve` imports
+    ("sparse", "prometheus_client"),  # sparse/telemetry_metrics.py, which `lastgood stellatrain serve` imports
+    ("wire", "prometheus_client"),  # wire/scrape.py, for both of these
     *(("workloads", package) for package in ("tokenizers", "torchvision", "transformers")),  # a workload's own module
 }
 """Room, and package of an extra that a module there needs when it is imported."""
@@ -38,7 +40,7 @@ AT_USE = {
     *(("checkpointers", package) for package in ("nvidia_resiliency_ext", "torchsnapshot")),
     ("integrations", "deepspeed"),
     *(("storage", package) for package in ("boto3", "botocore", "obstore")),
-    ("sparse", "scipy"),  # the controller's search
+    *(("sparse", package) for package in ("scipy", "sklearn")),  # the controller's search, and the profiler's surface
     ("training", "deepspeed"),
     *(("workloads", package) for package in ("PIL", "sklearn", "torchvision", "transformers")),
 }

@@ -21,7 +21,8 @@ from lastgood.errors import ConfigError
 from lastgood.models import FrozenModel
 from lastgood.sparse.controller import MAX_WORKERS, Controller, ControllerSettings, InForce, Report, Setting
 from lastgood.sparse.objective import GridSurface, LossSurface, Problem, Worker, apportion, level
-from lastgood.text import parse_csv, parse_model, parse_number, read_bytes
+from lastgood.sparse.profile import read_profile
+from lastgood.text import parse_csv, parse_json, parse_model, parse_number, read_bytes
 
 __all__ = ["ASSUMED_SURFACE", "FIXED_COMPRESSIONS", "Outcome", "Plant", "Trace", "read_surface", "read_trace", "replay"]
 
@@ -111,12 +112,22 @@ class _Surface(FrozenModel):
 
 
 def read_surface(path: Path) -> GridSurface:
-    """A JSON file of `samples`, `compressions` and `lags` (a row for each of `samples`). Raises ConfigError."""
-    found = parse_model(_Surface, read_bytes(path, _MOST_BYTES), str(path), most_bytes=_MOST_BYTES)
+    """A JSON file of `samples`, `compressions` and `lags` (a row for each of `samples`), or a profile.
+
+    Raises ConfigError.
+    """
+    content = read_bytes(path, _MOST_BYTES)
+    held = parse_json(content, str(path), most_bytes=_MOST_BYTES, error=ConfigError)
     try:
+        if isinstance(held, dict) and "profile_version" in held:
+            surface = read_profile(path).surface
+            if surface is None:
+                raise ConfigError("the profile has too few probes for a surface so far")
+            return surface.grid()
+        found = parse_model(_Surface, content, "no surface", most_bytes=_MOST_BYTES)
         return GridSurface(found.samples, found.compressions, found.lags)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -111,3 +111,104 @@ def _description(thing: Any, folder: Path) -> Prepared:
         _compare(0, {"protocol": 1, "layers": 2, "compressor": "v16", "r": 0.99}, ["rank 1"], [said["about"]])
 
     return len(framed(thing)), read
+
+
+_REPORT = {
+    "worker": 1,
+    "iteration": 7,
+    "samples": 32,
+    "compute_s": 0.1,
+    "waited_s": 0.0,
+    "sent_bytes": 9,
+    "sending_s": 0.1,
+    "compression": 0.99,
+    "energy_kept": 0.5,
+    "residual_age_iterations": 3.5,
+}
+_JOIN = {
+    "version": 1,
+    "job": "ab" * 16,
+    "rank": 1,
+    "ranks": 2,
+    "host": "h",
+    "elements": 9,
+    "value_bytes": 4.4,
+    "staleness": 1,
+    "compression": 0.99,
+    "least_compression": 0.9,
+}
+_SETTING = {"number": 3, "from_iteration": 8, "samples": [3, 5], "compression": 0.98}
+
+
+@decoder(
+    "telemetry of a sparse training",
+    lambda: [_JOIN, {"measured": [_REPORT, _REPORT], "forgotten": 0}, {"ok": True, "setting": _SETTING}],
+    change=tree_or_bits,
+)
+def _telemetry(thing: Any, folder: Path) -> Prepared:
+    from lastgood.sparse.controller import Controller, ControllerSettings, InForce
+    from lastgood.sparse.telemetry import Join, read_join, read_setting, read_told
+    from tests.fuzz.support.messages import framed, parsed
+
+    def read() -> None:
+        content = parsed(thing)
+        if "ok" in content:
+            setting = read_setting(content, 2, "it")
+            if setting is not None:
+                InForce(2).offer(setting)
+        elif "measured" in content:
+            measured, _ = read_told(content, Join(**_JOIN), "it")
+            controller = Controller(ControllerSettings(elements=9, samples=64, starts=1), 2)
+            for one in measured:
+                controller.observe(one)
+                controller.observe(one.model_copy(update={"worker": 0}))
+            if not controller.silent():
+                controller.problem()
+        else:
+            read_join(content, "it")
+
+    return len(framed(thing)), read
+
+
+_PROFILE = {
+    "profile_version": 1,
+    "wanted": {
+        "workload": "w",
+        "parameters": 9,
+        "seed": 0,
+        "compressor": "v16",
+        "staleness": 1,
+        "part_samples": 4096,
+        "repeats": 1,
+        "least_samples": 8,
+        "most_samples": 64,
+        "least_compression": 0.9,
+        "most_compression": 0.99,
+        "nodes": 2,
+        "mbit_per_s": 100.0,
+        "lambda_": 5.0,
+        "g_scale": 1.0,
+    },
+    "baseline": {"losses": [1.0]},
+    "probes": [{"samples": 8, "compression": 0.9, "losses": [1.5], "lag": 0.5, "steps": 3, "step_s": 0.1}],
+    "surface": {
+        "samples": [8, 64],
+        "compressions": [0.9, 0.99],
+        "lags": [[0, 1], [2, 3]],
+        "uncertainties": [[0, 1]] * 2,
+    },
+}
+
+
+@decoder("profile of a sparse training", lambda: [_PROFILE], change=tree_or_bits, share=0.5)
+def _profile(thing: Any, folder: Path) -> Prepared:
+    from lastgood.sparse.replay import read_surface
+
+    content = text_of(thing)
+    path = folder / "profile.json"
+    path.write_bytes(content)
+
+    def read() -> None:
+        assert read_surface(path).lag(16, 0.95) >= 0
+
+    return len(content), read
