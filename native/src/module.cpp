@@ -7,6 +7,7 @@
 #include "mirror/sockets_bindings.hpp"
 #include "optim/bindings.hpp"
 #include "process/bindings.hpp"
+#include "sparse/blocks_bindings.hpp"
 #include "sparse/compress_bindings.hpp"
 #include "sparse/indices_bindings.hpp"
 #include "sparse/update_bindings.hpp"
@@ -24,6 +25,7 @@ NB_MODULE(_native, module) {
     lastgood::bind_ring(module);
     lastgood::bind_process(module);
     lastgood::bind_compress(module);
+    lastgood::bind_sparse_blocks(module);
     lastgood::bind_sparse_indices(module);
     lastgood::bind_sparse_update(module);
     lastgood::bind_capture(module);

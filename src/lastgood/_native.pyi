@@ -402,6 +402,25 @@ def sparse_read_indices(coding: int, source: int, nbytes: int, places: int, coun
     False if there are not as many, or bits beyond the last place; whether they ascend is still to be seen.
     """
 
+def sparse_group_bytes(parts: Sequence[tuple[int, int, int, int, int, bool, int]]) -> int:
+    """How many bytes the blocks of some tensors take together; 0 if one can be no block.
+
+    Each part: the address of its indices (uint32), their number, the address of its values, their type as a header has
+    it, the width, whether the gradient was finite, and the tensor's elements.
+    """
+
+def sparse_write_group(parts: Sequence[tuple[int, int, int, int, int, bool, int]], target: int, nbytes: int) -> bool:
+    """Write the blocks of some tensors to the address `target`; False if `nbytes` differs, or one is not valid."""
+
+def sparse_find_blocks(source: int, nbytes: int, elements: Sequence[int]) -> list[tuple[int, int, int, int, bool]]:
+    """What the headers at the address `source` say of tensors of so many elements; nothing if this is no group.
+
+    Each: where its values begin, the number of its indices, the values' type, the width, whether it was finite.
+    """
+
+def sparse_read_blocks(source: int, nbytes: int, elements: Sequence[int], indices: int, count: int) -> bool:
+    """Write all `count` indices of a group to the address `indices` (uint32); False if any of it is not valid."""
+
 def sparse_update(
     adam: bool,
     tensor: tuple[int, int, int, int, int],

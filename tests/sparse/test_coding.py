@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import numpy as np
@@ -17,9 +18,12 @@ from lastgood.sparse.coding import (
     Coding,
     choose_coding,
     decode,
+    decode_group,
     encode,
+    encode_group,
     encoded_bytes,
     most_encoded_bytes,
+    most_group_bytes,
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -222,3 +226,97 @@ def test_wrong_indices_are_refused_on_both_sides(indices):
         CorruptCheckpoint, match=r"rank 1: not a sparse gradient: (indices do not ascend|index 1048576)"
     ):
         decode(numbers, 1 << 20, "rank 1")
+
+
+# -- several tensors in a row ------------------------------------------------------------------------------------------
+
+
+def joined(blocks):
+    """Each begins at a multiple of 8."""
+    content = b""
+    for block in blocks:
+        content += bytes(-len(content) % 8) + bytes(block)
+    return content
+
+
+@st.composite
+def groups(draw):
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        elements, width = draw(st.integers(1, 150)), draw(st.sampled_from([1, 16]))
+        count = round(draw(st.sampled_from([0.0, 0.02, 0.5, 1.0])) * -(-elements // width))
+        found.append(drawn(elements, width, count, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 1 << 20))))
+        if draw(st.integers(0, 9)) == 0:
+            found[-1] = SparseGradient(elements, width, np.empty(0, np.uint32), torch.empty(0), finite=False)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(group=groups())
+def test_a_group_is_its_blocks_in_a_row_and_comes_back(group):
+    elements = tuple(one.elements for one in group)
+    content = encode_group(group)
+    assert bytes(content) == joined(encode(one) for one in group)
+    assert len(content) <= most_group_bytes(elements)
+    held = np.frombuffer(bytes(content), np.uint8)  # which nobody may write to
+    odd = np.empty(len(content) + 1, np.uint8)[1:]
+    odd[:] = content
+    for given_content in (content, held, odd):
+        found = decode_group(given_content, elements, "here")
+        assert len(found) == len(group)
+        for one, other in zip(found, group, strict=True):
+            same(one, other)
+
+
+def plainly(content, elements):
+    """What `decode` says of the blocks of a group, or that it refuses one."""
+    found, begin = [], 0
+    try:
+        for number, own in enumerate(elements):
+            begin += -begin % 8
+            end = len(content)
+            for length in range(32, end - begin + 1) if number + 1 < len(elements) else [end - begin]:
+                with contextlib.suppress(CorruptCheckpoint):
+                    found.append(decode(bytes(content[begin : begin + length]), own, "here"))
+                    begin += length
+                    break
+            else:
+                return None
+            if any(content[begin : begin + -begin % 8]) and number + 1 < len(elements):
+                return None
+    except (CorruptCheckpoint, ValueError):
+        return None
+    return found if begin == len(content) else None
+
+
+@settings(max_examples=50, deadline=None)
+@given(group=groups(), data=st.data())
+def test_what_native_code_takes_python_takes_and_nothing_else(group, data):
+    elements = tuple(one.elements for one in group)
+    content = encode_group(group).copy()
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))].copy()
+    wanted = plainly(content, elements)
+    if wanted is None:
+        with pytest.raises(CorruptCheckpoint, match="here"):
+            decode_group(content, elements, "here")
+    else:
+        for one, other in zip(decode_group(content, elements, "here"), wanted, strict=True):
+            same(one, other)
+
+
+def test_groups_that_are_none_are_refused():
+    good, other = drawn(100, 1, 5, torch.float32, 0), drawn(50, 16, 2, torch.bfloat16, 1)
+    content = encode_group([good, other])
+    for elements in ((100,), (100, 51), (50, 100), (100, 50, 50)):
+        with pytest.raises(CorruptCheckpoint, match="here"):
+            decode_group(content.copy(), elements, "here")
+    bad = SparseGradient(100, 1, np.array([3, 3], np.uint32), torch.ones(2))
+    with pytest.raises(CorruptCheckpoint, match="indices do not ascend"):
+        encode_group([good, bad])
+    with pytest.raises(CorruptCheckpoint, match="3 values for 2 indices"):
+        encode_group([SparseGradient(100, 1, np.array([3, 4], np.uint32), torch.ones(3)), good])
+    with pytest.raises(CorruptCheckpoint, match="of 0 elements"):
+        encode_group([SparseGradient(0, 1, np.empty(0, np.uint32), torch.empty(0))])

@@ -92,6 +92,27 @@ def test_many_threads_submit_at_once() -> None:
         )
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_tensors_of_one_layer_go_together(ranks: int) -> None:
+    layers = [(1000,), (300, 70_001, 16)]
+    sent = {
+        rank: [
+            gradient(300, 3, rank),
+            gradient(70_001, (700, 0, 4000)[rank], rank, (1, 16)[rank % 2], torch.bfloat16),
+            SparseGradient(16, 16, np.empty(0, np.uint32), torch.empty(0), finite=rank != 1),
+        ]
+        for rank in range(ranks)
+    }
+    with exchanges(ranks, layers) as opened:
+        futures = [exchange.submit_group(0, 1, sent[rank]) for rank, exchange in enumerate(opened)]
+        for future in futures:
+            for rank, group in enumerate(future.result(WAIT_S)):
+                assert len(group) == 3 and all(equal(one, other) for one, other in zip(group, sent[rank], strict=True))
+        for one in opened:
+            with pytest.raises(ConfigError, match=r"layer 0 has \(1000,\) elements, and the gradient \(300,"):
+                one.submit_group(1, 0, sent[0])
+
+
 @pytest.mark.parametrize(
     ("width", "dtype", "most"),
     [(16, torch.float32, 4.4), (1, torch.float32, 5.5), (16, torch.bfloat16, 2.4), (1, torch.float16, 3.5)],

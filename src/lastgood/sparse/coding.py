@@ -9,8 +9,10 @@ of 1 % of the elements, wherever those lie, where differences of 16 bits would n
 from __future__ import annotations
 
 import enum
+import functools
 import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +23,26 @@ from lastgood.errors import CorruptCheckpoint
 from lastgood.sparse.blocks import BLOCK_WIDTH, MAX_ELEMENTS, SparseGradient
 from lastgood.wire.records import ITEM_BYTES, DType
 
-__all__ = ["BLOCK_HEADER_BYTES", "Coding", "choose_coding", "decode", "encode", "encoded_bytes", "most_encoded_bytes"]
+__all__ = [
+    "BLOCK_HEADER_BYTES",
+    "Coding",
+    "choose_coding",
+    "decode",
+    "decode_group",
+    "encode",
+    "encode_group",
+    "encoded_bytes",
+    "most_encoded_bytes",
+    "most_group_bytes",
+]
 
 _HEADER = struct.Struct("<4sBBBBB7xQQ")
 BLOCK_HEADER_BYTES = _HEADER.size
 _MAGIC = b"LGSB"
 _VERSION = 1
 _NOT_FINITE = 1
+_ALIGN: Final = 8
+"""Each block of a group begins at a multiple of it."""
 
 
 class Coding(enum.IntEnum):
@@ -76,6 +91,11 @@ def most_encoded_bytes(elements: int) -> int:
     """No sparse gradient of a tensor of `elements` elements is longer."""
     padded = -(-elements // BLOCK_WIDTH) * BLOCK_WIDTH
     return BLOCK_HEADER_BYTES + 4 * padded + -(-elements // 8)
+
+
+def most_group_bytes(elements: Sequence[int]) -> int:
+    """The same of the blocks of several tensors in a row."""
+    return sum(most_encoded_bytes(own) + _ALIGN for own in elements)
 
 
 def encode(sparse: SparseGradient) -> npt.NDArray[np.uint8]:
@@ -145,6 +165,111 @@ def decode(content: memoryview | bytearray | npt.NDArray[np.uint8], elements: in
     return sparse
 
 
+# -- several tensors in a row ------------------------------------------------------------------------------------------
+
+
+def encode_group(group: Sequence[SparseGradient]) -> npt.NDArray[np.uint8]:
+    """The blocks of several tensors, one behind the other. Raises CorruptCheckpoint as `encode` does."""
+    if all(_plain(one) for one in group):
+        kinds = _kinds()
+        parts = [
+            (
+                _address(one.indices),
+                len(one.indices),
+                one.values.data_ptr(),
+                kinds[one.values.dtype],
+                one.width,
+                one.finite,
+                one.elements,
+            )
+            for one in group
+        ]
+        content = np.empty(_native.sparse_group_bytes(parts), np.uint8)
+        if _native.sparse_write_group(parts, _address(content), len(content)):
+            return content
+    return _joined([encode(one) for one in group])
+
+
+def decode_group(content: npt.NDArray[np.uint8], elements: Sequence[int], source: str) -> tuple[SparseGradient, ...]:
+    """What `encode_group` made of gradients of so many elements each; values are views of `content`, if it is aligned.
+
+    Raises CorruptCheckpoint, which names `source`, for everything else.
+    """
+    address, nbytes = _address(content), len(content)
+    found = _native.sparse_find_blocks(address, nbytes, elements) if content.flags.writeable else []
+    indices = np.empty(sum(count for _, count, _, _, _ in found), np.uint32)
+    if not found or not _native.sparse_read_blocks(address, nbytes, elements, _address(indices), len(indices)):
+        return _decode_each(content, elements, source)
+    dtypes, blocks, begin = _torch_types(), [], 0
+    for own, (at, count, kind, width, finite) in zip(elements, found, strict=True):
+        dtype = dtypes[kind]
+        values = _read_values(content[at : at + ITEM_BYTES[DType(kind)] * width * count], dtype)
+        blocks.append(SparseGradient(own, width, indices[begin : begin + count], values, finite))
+        begin += count
+    return tuple(blocks)
+
+
+def _plain(one: SparseGradient) -> bool:
+    """Whether its arrays are what native code may read; that looks at what is in them."""
+    indices, values = one.indices, one.values
+    return (
+        indices.dtype == np.uint32
+        and indices.ndim == values.dim() == 1
+        and indices.flags.c_contiguous
+        and values.is_contiguous()
+        and not values.is_cuda
+        and values.dtype in _kinds()
+        and values.numel() == len(indices) * one.width
+        and one.elements > 0
+    )
+
+
+def _joined(blocks: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    """The same as the native code writes."""
+    pieces: list[npt.NDArray[np.uint8]] = []
+    for number, block in enumerate(blocks):
+        pieces.append(block)
+        if number + 1 < len(blocks):
+            pieces.append(np.zeros(-len(block) % _ALIGN, np.uint8))
+    return np.concatenate(pieces)
+
+
+def _decode_each(content: npt.NDArray[np.uint8], elements: Sequence[int], source: str) -> tuple[SparseGradient, ...]:
+    """The same in Python, which says what is wrong."""
+    blocks, begin = [], 0
+    for number, own in enumerate(elements):
+        named = source if len(elements) == 1 else f"{source}, tensor {number}"
+        end = len(content)
+        if number + 1 < len(elements):
+            end = min(end, begin + _declared_bytes(content[begin : begin + BLOCK_HEADER_BYTES]))
+        if end - begin < BLOCK_HEADER_BYTES:
+            raise CorruptCheckpoint(f"{named}: a sparse block of {max(0, end - begin)} bytes; its header alone has 32")
+        blocks.append(decode(content[begin:end], own, named))
+        begin = end + (-end % _ALIGN if number + 1 < len(elements) else 0)
+        if content[end:begin].any():
+            raise CorruptCheckpoint(f"{named}: what lies between this sparse block and the next one is not zero")
+    return tuple(blocks)
+
+
+def _declared_bytes(header: npt.NDArray[np.uint8]) -> int:
+    """How long a block is whose header this is; that of a header that is none says nothing."""
+    if len(header) < BLOCK_HEADER_BYTES:
+        return len(header)
+    _, _, code, kind, width, _, elements, count = _HEADER.unpack(header.tobytes())
+    if code not in list(Coding) or kind not in _torch_types() or width not in (1, BLOCK_WIDTH):
+        return BLOCK_HEADER_BYTES
+    places = -(-elements // width)
+    if not 0 < elements <= MAX_ELEMENTS or count > places:
+        return BLOCK_HEADER_BYTES
+    return BLOCK_HEADER_BYTES + ITEM_BYTES[DType(kind)] * width * count + encoded_bytes(Coding(code), places, count)
+
+
+@functools.cache
+def _kinds() -> dict[torch.dtype, int]:
+    return {torch.float32: 1, torch.float16: 3, torch.bfloat16: 4}  # as DType has them
+
+
+@functools.cache
 def _torch_types() -> dict[int, torch.dtype]:
     return {DType.float32: torch.float32, DType.float16: torch.float16, DType.bfloat16: torch.bfloat16}
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,15 @@ from lastgood import _native
 from lastgood.errors import CheckpointError, ConfigError, CorruptCheckpoint, LastgoodError, MismatchError, WaitTimeout
 from lastgood.sparse.blocks import MAX_ELEMENTS, SparseGradient
 from lastgood.sparse.chunks import Chunk, Kind, cut, failure_payload, pack_header, parse_failure
-from lastgood.sparse.coding import decode, encode, most_encoded_bytes
-from lastgood.sparse.gathers import Gathered, Gathers, Key
+from lastgood.sparse.coding import (
+    decode,
+    decode_group,
+    encode,
+    encode_group,
+    most_encoded_bytes,
+    most_group_bytes,
+)
+from lastgood.sparse.gathers import Gathered, GatheredGroups, Gathers, Key, Part
 from lastgood.sparse.link_clock import sending_s
 from lastgood.sparse.links import LAST, LINGER_S, LinkReader, LinkSender, Urgency
 from lastgood.sparse.meeting import Place, Setting, about, find_place, meet
@@ -43,12 +51,15 @@ from lastgood.wire.frames import keep_alive, shut_down
 from lastgood.wire.records import MAX_ITERATION
 from lastgood.wire.ring_link import Link
 
-__all__ = ["Exchange", "ExchangeFacts"]
+__all__ = ["Elements", "Exchange", "ExchangeFacts"]
 
 _log = logging.getLogger("lastgood")
 _LOOK_S = 0.2
 _GRACE_S = 0.5
 _MAX_LAYERS = 1 << 32
+
+Elements = int | tuple[int, ...]
+"""Of a layer, or of each tensor of one that has several."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Exchange:
     @classmethod
     def open(
         cls,
-        layers: Sequence[int],
+        layers: Sequence[Elements],
         settings: Mapping[str, Setting],
         *,
         place: Place | None = None,
@@ -85,15 +96,19 @@ class Exchange:
     ) -> Exchange:
         """Meet the other ranks; all of them must call this, within `join_timeout_s`.
 
-        `layers` has the elements of each layer; these and `settings` (compressor, ratio: plain values by name) must be
-        the same everywhere. Without a `place` torch.distributed finds one; `host` is this machine's address then, if
-        others reach it by another one than it reaches rank 0. If nothing moves for `timeout_s` while blocks are waited
-        for, the exchange ends. Other ranks may be `ahead` iterations ahead of this one, no more.
+        `layers` has the elements of each layer, or of each tensor of a layer of several, which go together; these and
+        `settings` (compressor, ratio: plain values by name) must be the same everywhere. Without a `place`
+        torch.distributed finds one; `host` is this machine's address then, if others reach it by another one than it
+        reaches rank 0. If nothing moves for `timeout_s` while blocks are waited for, the exchange ends. Other ranks may
+        be `ahead` iterations ahead of this one, no more.
 
         Raises ConfigError for what no exchange can have; MismatchError, on all ranks, if one has other layers,
         settings or another version; WaitTimeout if one does not come; HostError if this machine cannot listen.
         """
-        if not 0 < len(layers) <= _MAX_LAYERS or not all(0 < elements <= MAX_ELEMENTS for elements in layers):
+        groups = [(one,) if isinstance(one, int) else one for one in layers]
+        if not 0 < len(layers) <= _MAX_LAYERS or not all(
+            group and all(0 < elements <= MAX_ELEMENTS for elements in group) for group in groups
+        ):
             raise ConfigError(f"an exchange has one or more layers, of 1 to {MAX_ELEMENTS} elements each")
         if not timeout_s > 0 or ahead < 1:
             raise ConfigError(f"an exchange waits for more than {timeout_s:g} s, for others at least 1 iteration ahead")
@@ -109,7 +124,7 @@ class Exchange:
         ring = _Ring(place, previous, following, names, layers, Gathers(place.rank, place.ranks, ahead), timeout_s)
         return cls(layers, timeout_s, ahead, ring)
 
-    def __init__(self, layers: Sequence[int], timeout_s: float, ahead: int, ring: _Ring | None = None) -> None:
+    def __init__(self, layers: Sequence[Elements], timeout_s: float, ahead: int, ring: _Ring | None = None) -> None:
         self.layers = tuple(layers)
         self.rank, self.ranks = (ring.rank, ring.ranks) if ring is not None else (0, 1)
         self.timeout_s = timeout_s
@@ -122,13 +137,23 @@ class Exchange:
         A layer's iterations ascend. Indices and values must stay as they are; the result holds this very object.
         Raises ConfigError for a layer or iteration that cannot be, CorruptCheckpoint for what is no sparse gradient.
         """
+        key = self._key(iteration, layer, sparse.elements)
+        return self._begin(key, sparse, encode(sparse))
+
+    def submit_group(self, iteration: int, layer: int, group: Sequence[SparseGradient]) -> Future[GatheredGroups]:
+        """The same of a layer of several tensors: one of each."""
+        key = self._key(iteration, layer, tuple(one.elements for one in group))
+        return self._begin(key, tuple(group), encode_group(group))
+
+    def _key(self, iteration: int, layer: int, elements: Elements) -> Key:
         if not 0 <= layer < len(self.layers) or not 0 <= iteration < MAX_ITERATION:
             raise ConfigError(f"iteration {iteration}, layer {layer}: this exchange has {len(self.layers)} layers")
-        if sparse.elements != self.layers[layer]:
-            raise ConfigError(f"layer {layer} has {self.layers[layer]} elements, and the gradient {sparse.elements}")
-        key = Key(iteration, layer)
-        content = encode(sparse)
-        future, goes = self._gathers.begin(key, sparse)
+        if elements != self.layers[layer]:
+            raise ConfigError(f"layer {layer} has {self.layers[layer]} elements, and the gradient {elements}")
+        return Key(iteration, layer)
+
+    def _begin(self, key: Key, part: Part, content: npt.NDArray[np.uint8]) -> Future[Any]:
+        future, goes = self._gathers.begin(key, part)
         if goes and self._ring is not None:
             self._ring.send(key, content)
         return future
@@ -183,7 +208,7 @@ class _Ring:
         previous: Link,
         following: Link,
         names: list[str],
-        layers: Sequence[int],
+        layers: Sequence[Elements],
         gathers: Gathers,
         timeout_s: float,
     ) -> None:
@@ -243,6 +268,7 @@ class _Ring:
             poll = select.poll()
             for number in self._readers:
                 poll.register(number, select.POLLIN)
+            look_at = 0.0
             while not self._ended:
                 for number, _ in poll.poll(_LOOK_S * 1e3):
                     reader = self._readers[number]
@@ -251,7 +277,9 @@ class _Ring:
                         self._check_end(reader.link)
                     elif reader.link is self._previous:
                         self._moved_at = time.monotonic()
-                self._check_progress()
+                if (now := time.monotonic()) >= look_at:
+                    look_at = now + _LOOK_S / 4
+                    self._check_progress()
         except CheckpointError as error:
             self._fail(error)
         finally:
@@ -286,7 +314,8 @@ class _Ring:
         name, key = self._names[chunk.origin], Key(chunk.iteration, chunk.layer)
         if chunk.layer >= len(self._layers):
             raise CorruptCheckpoint(f"{link}: a block of layer {chunk.layer} of {len(self._layers)}, from {name}")
-        most = most_encoded_bytes(self._layers[chunk.layer])
+        elements = self._layers[chunk.layer]
+        most = most_encoded_bytes(elements) if isinstance(elements, int) else most_group_bytes(elements)
         if chunk.total > most:
             raise CorruptCheckpoint(f"{link}: {key} of {name} has {chunk.total} bytes; it can have {most} at most")
         if chunk.iteration <= self._newest.get((chunk.origin, chunk.layer), -1):
@@ -365,8 +394,11 @@ class _Ring:
                     raise error
                 continue
             key = Key(*map(int, arrived.urgency))
-            sparse = decode(arrived.memory, self._layers[key.layer], f"{key} of {name}")
-            self.gathers.add(key, arrived.origin, sparse)
+            elements, source = self._layers[key.layer], f"{key} of {name}"
+            if isinstance(elements, int):
+                self.gathers.add(key, arrived.origin, decode(arrived.memory, elements, source))
+            else:
+                self.gathers.add(key, arrived.origin, decode_group(arrived.memory, elements, source))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:

@@ -9,15 +9,19 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lastgood.errors import CheckpointError, ConfigError, MismatchError
 from lastgood.sparse.blocks import SparseGradient
 
-__all__ = ["Gathered", "Gathers", "Key", "Waiting"]
+__all__ = ["Gathered", "GatheredGroups", "Gathers", "Key", "Part", "Waiting"]
 
 Gathered = list[SparseGradient]
 """One of each rank, in the order of ranks."""
+GatheredGroups = list[tuple[SparseGradient, ...]]
+"""The same of a layer of several tensors."""
+Part = SparseGradient | tuple[SparseGradient, ...]
+"""What one rank gives of a layer."""
 
 
 class Key(NamedTuple):
@@ -43,8 +47,8 @@ class Waiting:
 
 @dataclass
 class _Gather:
-    results: list[SparseGradient | None]
-    future: Future[Gathered] | None = None
+    results: list[Part | None]
+    future: Future[Any] | None = None
     begun_at: float = 0.0
 
     def missing(self) -> list[int]:
@@ -73,12 +77,12 @@ class Gathers:
         """What has ended all of it, if something did."""
         return self._error
 
-    def begin(self, key: Key, sparse: SparseGradient) -> tuple[Future[Gathered], bool]:
+    def begin(self, key: Key, sparse: Part) -> tuple[Future[Any], bool]:
         """This rank's block of a layer. The future has failed, and the block goes nowhere, if the second is False.
 
         Raises ConfigError if a layer's iterations do not ascend.
         """
-        future: Future[Gathered] = Future()
+        future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be taken back: other ranks wait for it
         with self._lock:
             if key.iteration <= self._own.get(key.layer, -1):
@@ -111,7 +115,7 @@ class Gathers:
                     f"{self._ahead} may be"
                 )
 
-    def add(self, key: Key, origin: int, sparse: SparseGradient) -> None:
+    def add(self, key: Key, origin: int, sparse: Part) -> None:
         """Another rank's block has come."""
         with self._lock:
             if self._error is not None:

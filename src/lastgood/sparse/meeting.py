@@ -55,8 +55,8 @@ class Place:
     """HOST:PORT of the next rank."""
 
 
-def about(layers: Sequence[int], settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """What all ranks must have in common: the elements of each layer, and settings by name.
+def about(layers: Sequence[int | Sequence[int]], settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """What all ranks must have in common: the elements of each layer, or of each of its tensors, and settings by name.
 
     Raises ConfigError for settings that are no plain values.
     """
@@ -65,8 +65,15 @@ def about(layers: Sequence[int], settings: Mapping[str, Setting]) -> dict[str, S
         for name, value in settings.items()
     ):
         raise ConfigError(f"settings of an exchange are up to {_MOST_SETTINGS} short names with plain values")
-    digest = hashlib.sha256(",".join(map(str, layers)).encode()).hexdigest()
-    return {"protocol": PROTOCOL, "layers": len(layers), "elements": sum(layers), "layout": digest, **settings}
+    groups = [(one,) if isinstance(one, int) else tuple(one) for one in layers]
+    digest = hashlib.sha256(",".join("+".join(map(str, group)) for group in groups).encode()).hexdigest()
+    return {
+        "protocol": PROTOCOL,
+        "layers": len(layers),
+        "elements": sum(map(sum, groups)),
+        "layout": digest,
+        **settings,
+    }
 
 
 # -- where everybody is ------------------------------------------------------------------------------------------------

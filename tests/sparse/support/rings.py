@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lastgood.sparse.blocks import SparseGradient
-from lastgood.sparse.exchange import Exchange
+from lastgood.sparse.exchange import Elements, Exchange
 from lastgood.sparse.meeting import Place
 from lastgood.wire.ring_link import listen_ring
 
@@ -53,7 +53,7 @@ def places(ranks: int, through: dict[int, Callable[[str], str]] | None = None, *
 
 @contextmanager
 def exchanges(
-    ranks: int, layers: list[int], through: dict[int, Callable[[str], str]] | None = None, **options: Any
+    ranks: int, layers: Sequence[Elements], through: dict[int, Callable[[str], str]] | None = None, **options: Any
 ) -> Iterator[list[Exchange]]:
     """One of each rank; closed at the end, all at once."""
     options = {"timeout_s": WAIT_S, "join_timeout_s": WAIT_S, **options}
