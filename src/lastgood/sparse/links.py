@@ -32,6 +32,8 @@ LINGER_S = 2.0
 _LOOK_S = 0.2
 _STEP_BYTES = 1 << 20
 """That one connection may bring before the other one is looked at."""
+_STAGE_BYTES = 256 * KIB
+"""That one call of the kernel may bring. Each gives the interpreter's lock away, which a busy thread returns late."""
 
 Urgency = tuple[float, int]
 """Iteration and layer; lower ones first."""
@@ -109,16 +111,25 @@ class LinkSender:
                 with self._changed:
                     while not self._heap and self._last_words is None:
                         self._changed.wait()
-                    entry = heapq.heappop(self._heap) if self._heap else None
-                if entry is None:
+                    entries = self._most_urgent()
+                if not entries:
                     break
-                self._write(entry.header, entry.payload)
+                self._write(*(buffer for entry in entries for buffer in (entry.header, entry.payload)))
             self._write(*(self._last_words or ()))
         except CheckpointError as error:
             if not self._discards and self._last_words is None:
                 self._failed(error)
         finally:
             shut_down(self._link.socket, socket.SHUT_WR)
+
+    def _most_urgent(self) -> list[_Entry]:
+        """One record, or as many small ones as are no longer than a long one."""
+        entries: list[_Entry] = []
+        left = WINDOW_BYTES
+        while self._heap and (not entries or len(self._heap[0].payload) + HEADER_BYTES <= left):
+            entries.append(heapq.heappop(self._heap))
+            left -= len(entries[-1].payload) + HEADER_BYTES
+        return entries
 
     def _write(self, *buffers: bytes | memoryview) -> None:
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
@@ -163,6 +174,7 @@ class LinkReader:
         self._chunk: Chunk | None = None
         self._target = memoryview(self._header)
         self._filled = 0
+        self._stage = memoryview(bytearray(_STAGE_BYTES))
         self.received_bytes = 0
 
     def step(self) -> bool:
@@ -173,7 +185,7 @@ class LinkReader:
         budget = _STEP_BYTES
         while budget > 0:
             try:
-                count = self.link.socket.recv_into(self._target[self._filled :])
+                count = self.link.socket.recv_into(self._stage)
             except BlockingIOError:
                 return True
             except OSError as error:
@@ -182,12 +194,21 @@ class LinkReader:
                 if self._filled or self._chunk is not None:
                     raise CheckpointError(f"{self.link.name} closed the connection in the middle of a block")
                 return False
-            self._filled += count
             self.received_bytes += count
             budget -= count
+            self._use(self._stage[:count])
+            if count < len(self._stage):  # there was no more
+                return True
+        return True
+
+    def _use(self, content: memoryview) -> None:
+        while content:
+            count = min(len(self._target) - self._filled, len(content))
+            self._target[self._filled : self._filled + count] = content[:count]
+            self._filled += count
+            content = content[count:]
             if self._filled == len(self._target):
                 self._complete()
-        return True
 
     def _complete(self) -> None:
         chunk = self._chunk
