@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lastgood import host_memory
-from lastgood.host_memory import fresh_memory, map_memory
+from lastgood.host_memory import fresh_memory, into_huge_pages, map_memory
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -67,3 +67,16 @@ def test_huge_pages_are_asked_for_where_one_fits():
         memory = map_memory(size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         assert ("hg" in flags_of(tensor.data_ptr() + size // 2)) == wanted
+
+
+def test_what_a_tensor_holds_stays_when_its_pages_change():
+    values = torch.arange(3 << 20, dtype=torch.int64)
+    address = values.data_ptr()
+    moved = into_huge_pages(values)
+    assert values.data_ptr() == address
+    assert torch.equal(values, torch.arange(3 << 20, dtype=torch.int64))
+    mode = re.search(r"\[(\w+)\]", THP.read_text()).group(1) if THP.exists() else "never"
+    if mode == "never":
+        assert not moved
+    assert not into_huge_pages(torch.zeros(100))  # none would fit in
+    assert not into_huge_pages(torch.zeros(0))

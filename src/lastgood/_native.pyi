@@ -443,6 +443,21 @@ def sparse_update(
     for what is not valid.
     """
 
+def sparse_update_all(
+    adam: bool,
+    tensors: Sequence[tuple[int, int, int, int, int]],
+    blocks: Sequence[Sequence[tuple[int, int, int, str]]],
+    *,
+    scale: float,
+    rows: int,
+    threads: int,
+    variant: str = "",
+) -> None:
+    """`sparse_update` of several tensors, one step of each, without counters; `rows` has a row for each.
+
+    ValueError, and nothing has changed in any, if one is not valid.
+    """
+
 def sparse_catch_up(
     adam: bool,
     tensor: tuple[int, int, int, int, int],

@@ -383,6 +383,33 @@ def test_a_schedule_counts_from_where_an_iteration_began():
     assert torch.allclose(moved[0], 3 * moved[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["plain", "lazy"])
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_several_parameters_at_once_are_stepped_as_one_by_one(kind, mode):
+    shapes = [(40,), (3, 17), (100,)]
+    once, each = Pair(kind, shapes, mode=mode), Pair(kind, shapes, mode=mode)
+    for iteration in range(4):
+        blocks = [ranks(9 * iteration + at, parameter.numel(), 1) for at, parameter in enumerate(once.parameters)]
+        if iteration == 2:  # another state, as from a checkpoint
+            once.optimizer.load_state_dict(copy.deepcopy(once.optimizer.state_dict()))
+        once.sparse.apply_all(list(zip(once.parameters, blocks, strict=True))[iteration % 2 :], iteration=iteration)
+        for parameter, block in list(zip(each.parameters, blocks, strict=True))[iteration % 2 :]:
+            each.sparse.apply(parameter, block, iteration=iteration)
+    for one, other in zip(once.parameters, each.parameters, strict=True):
+        assert torch.equal(one, other)
+        for name, value in once.optimizer.state[one].items():
+            assert torch.equal(value, each.optimizer.state[other][name])
+    if mode == "plain":
+        before = [parameter.detach().clone() for parameter in once.parameters]
+        bad = SparseGradient(100, 1, np.array([7, 7], np.uint32), torch.ones(2))
+        good = ranks(0, 40, 1)
+        with pytest.raises(CorruptCheckpoint, match="do not ascend"):
+            once.sparse.apply_all([(once.parameters[0], good), (once.parameters[2], [bad])], iteration=9)
+        with pytest.raises(ValueError, match="come twice"):
+            once.sparse.apply_all([(once.parameters[0], good), (once.parameters[0], good)], iteration=9)
+        assert all(torch.equal(one.detach(), held) for one, held in zip(once.parameters, before, strict=True))
+
+
 def test_a_group_that_is_added_later_is_stepped():
     pair = Pair("momentum", [(20,)])
     blocks = ranks(0, 20, 1)
@@ -414,3 +441,33 @@ def test_a_state_of_something_else_is_refused():
     far["parameters"][0]["touched"][3] = 9
     with pytest.raises(CorruptCheckpoint, match="counters beyond steps 0 to 3"):
         Pair("momentum", [(20,)]).sparse.load_state_dict(far)
+
+
+@pytest.mark.slow  # 0.3 GB of memory: of parameter and momentum few pages are ever written; half a minute
+@pytest.mark.parametrize("width", [1, 16])
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_parameter_of_more_than_two_to_the_32_bytes(width, adam):
+    elements = (1 << 30) + 4099
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    made = torch.optim.Adam([parameter], lr=0.1) if adam else torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    sparse = SparseOptimizer(made, threads=2)
+    places = -(-elements // width)
+    chosen = np.array([0, 1, places // 2, places // 4 * 3, places - 2, places - 1], np.uint32)
+    values = torch.ones(len(chosen), width)
+    if elements % width:
+        values[-1, elements % width - width :] = 0
+    for iteration in range(2):
+        one = SparseGradient(elements, width, chosen, values.flatten())
+        assert sparse.apply(parameter, [one, one], iteration=iteration, scale=0.5)
+    small = torch.nn.Parameter(torch.zeros(1))
+    other = type(made)([small], **{**made.defaults, "foreach": False})
+    for _ in range(2):
+        small.grad = torch.ones(1)
+        other.step()
+    touched = (torch.from_numpy(chosen.astype(np.int64))[:, None] * width + torch.arange(width)).flatten()
+    touched = touched[touched < elements]
+    torch.testing.assert_close(parameter.detach()[touched], small.detach().expand(len(touched)))
+    step = 1 << 26
+    assert sum(int(parameter[begin : begin + step].count_nonzero()) for begin in range(0, elements, step)) == len(
+        touched
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lastgood import _native
 from lastgood.sparse.blocks import SparseGradient
 from lastgood.sparse.steps import Hyperparameters, adam_row, sgd_row
-from lastgood.sparse.update import catch_up, update
+from lastgood.sparse.update import catch_up, update, update_all
 from tests.sparse.support import update_twin as twin
 
 VARIANTS = _native.step_variants()
@@ -120,6 +120,28 @@ def test_instruction_sets_and_threads_change_no_bit(adam, width, lazy, ranks):
     for variant in VARIANTS:
         for threads in (1, 2, 3):
             assert case.run(Native, variant=variant, threads=threads) == expected, f"{variant}, {threads} threads"
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_several_tensors_in_one_call_are_each_the_twins(adam):
+    sizes = [(40_001, 1, 9000), (70, 16, 3), (1, 1, 1), (35, 16, 3), (100_003, 16, 4000), (500, 1, 0)]
+    dtypes = (torch.float32, torch.bfloat16)
+    cases = [
+        Case(seed, adam, elements, width, count, 3, 1, False, dtypes)
+        for seed, (elements, width, count) in enumerate(sizes)
+    ]
+    rows = np.concatenate([case.rows for case in cases])
+    for variant in VARIANTS:
+        held = [[tensor.clone() for tensor in case.start] for case in cases]
+        tensors = [(one[0], one[1:], case.gathered) for one, case in zip(held, cases, strict=True)]
+        update_all(adam, tensors, 1 / 3, rows, threads=2, variant=variant)
+        assert [bits(one) for one in held] == [case.run(twin) for case in cases], variant
+    bad = SparseGradient(500, 1, np.array([7, 7], np.uint32), torch.ones(2))
+    held = [[tensor.clone() for tensor in case.start] for case in cases]
+    tensors = [(one[0], one[1:], case.gathered) for one, case in zip(held, cases, strict=True)]
+    with pytest.raises(ValueError, match=r"rank 0: .* do not ascend"):
+        update_all(adam, [*tensors[:-1], (held[-1][0], held[-1][1:], [bad])], 1.0, rows)
+    assert [bits(one) for one in held] == [bits(case.start) for case in cases]
 
 
 @pytest.mark.parametrize("adam", [False, True])

@@ -119,7 +119,12 @@ LASTGOOD_INLINE void gather(const std::uint32_t* places, std::size_t count, std:
                             float* lanes) {
     if (from == nullptr) return;
     if (Width == 1) {
-        for (std::size_t i = 0; i < count; ++i) lanes[i] = from[places[i]];
+        for (std::size_t i = 0; i < count; ++i) {
+            // One by one: some CPUs take longer for an instruction that gathers.
+            const float* own = from;
+            asm("" : "+r"(own));
+            lanes[i] = own[places[i]];
+        }
         return;
     }
     for (std::size_t i = 0; i < count; ++i) {
@@ -202,12 +207,64 @@ LASTGOOD_INLINE void store(const Step& step, const Merged& merged, const Lanes& 
     for (std::size_t i = 0; i < merged.count; ++i) tensor.touched[merged.place[i]] = now;
 }
 
+// One step of complete blocks where they are.
+struct StepOfBlocks {
+    const SparseTensor& tensor;
+    const SparseRow& row;
+    const Merged& merged;
+    std::size_t count;
+
+    template <class Kind>
+    LASTGOOD_INLINE void run() const {
+        const SparseRow own = row;
+        alignas(64) float none[kWidth] = {};
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::size_t at = std::size_t(merged.place[i]) * kWidth;
+            const float* const gradient = merged.sum + i * kWidth;
+            float* const parameter = tensor.parameter + at;
+            float* const first = Kind::kFirstMoment ? tensor.first + at : none;
+            float* const second = Kind::kSecondMoment ? tensor.second + at : none;
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC ivdep
+#endif
+            for (unsigned k = 0; k < kWidth; ++k) {
+                float p = parameter[k], m = first[k], v = second[k];
+                Kind::make(own, gradient[k] * own.sign, p, m, v);
+                parameter[k] = p;
+                if (Kind::kFirstMoment) first[k] = m;
+                if (Kind::kSecondMoment) second[k] = v;
+            }
+        }
+    }
+};
+
+// Makes the step of complete blocks that missed nothing; leaves in `merged` what is left to do, a last block that is cut.
+LASTGOOD_INLINE void apply_blocks(const Step& step, Merged& merged) {
+    const SparseTensor& tensor = step.tensor;
+    const std::uint64_t complete = tensor.elements / kWidth;
+    const std::size_t count = merged.place[merged.count - 1] < complete ? merged.count : merged.count - 1;
+    with_step(step.rows.back().kind, StepOfBlocks{tensor, step.rows.back(), merged, count});
+    if (tensor.touched != nullptr) {
+        const std::int32_t now = std::int32_t(tensor.base + std::int64_t(tensor.steps));
+        for (std::size_t i = 0; i < count; ++i) tensor.touched[merged.place[i]] = now;
+    }
+    if (count != merged.count) {
+        merged.place[0] = merged.place[count];
+        std::memmove(merged.sum, merged.sum + count * kWidth, kWidth * sizeof(float));
+    }
+    merged.count -= count;
+}
+
 template <unsigned Width>
 LASTGOOD_INLINE void apply_places(const Step& step, Merged& merged, Lanes& lanes) {
     const std::uint64_t missed = step.rows.size() - 1;
-    const std::size_t count = merged.count * Width;
     const bool late = step.tensor.touched != nullptr && missed != 0 && merged.count != 0 &&
                       sort_by_made<Width>(step, missed, merged, lanes);
+    if (Width == kWidth && !late) {
+        apply_blocks(step, merged);
+        if (merged.count == 0) return;
+    }
+    const std::size_t count = merged.count * Width;
     if (!late) std::memcpy(lanes.gradient, merged.sum, count * sizeof(float));
     load<Width>(step, merged, lanes);
     if (late) make_missed(lanes, count, step.rows.data(), missed);
@@ -215,15 +272,16 @@ LASTGOOD_INLINE void apply_places(const Step& step, Merged& merged, Lanes& lanes
     store<Width>(step, merged, lanes);
 }
 
-// While the places of one lot are worked on, those of the next are on their way into the cache.
+// While the places of one lot are worked on, those of the next ones are on their way into the cache: a lot of blocks has few.
 template <unsigned Width>
 LASTGOOD_INLINE void update_part(const Step& step, const Part& part) {
+    constexpr unsigned kLots = Width == 1 ? 2 : 4;
     std::vector<Head> heads = part.heads;
-    Merged lots[2];
+    Merged lots[kLots];
     Lanes lanes;
-    next_places<Width>(step, heads, lots[0]);
-    for (unsigned now = 0; lots[now].count != 0; now = 1 - now) {
-        next_places<Width>(step, heads, lots[1 - now]);
+    for (unsigned ahead = 0; ahead + 1 < kLots; ++ahead) next_places<Width>(step, heads, lots[ahead]);
+    for (unsigned now = 0, next = kLots - 1; lots[now].count != 0; next = now, now = (now + 1) % kLots) {
+        next_places<Width>(step, heads, lots[next]);
         apply_places<Width>(step, lots[now], lanes);
     }
 }
@@ -334,20 +392,39 @@ void check_counters(const SparseTensor& tensor, std::uint64_t begin, std::uint64
     if (low < tensor.base || high > most) refuse("a counter beyond the steps that are remembered");
 }
 
-bool all_finite(const float* values, std::uint64_t count) {
+// Sets `found` if a value is not finite.
+struct NotFinite {
+    static LASTGOOD_INLINE void over(const float* const& values, std::uint32_t* const& found, std::uint64_t begin,
+                                     std::uint64_t end) {
+        std::uint32_t any = 0;
+        for (std::uint64_t i = begin; i < end; ++i) any |= (to_bits(values[i]) & 0x7F800000) == 0x7F800000;
+        *found = any;
+    }
+};
+
+// Sets `found` if an index is not above the one before it.
+struct Descending {
+    static LASTGOOD_INLINE void over(const std::uint32_t* const& indices, std::uint32_t* const& found, std::uint64_t begin,
+                                     std::uint64_t end) {
+        std::uint32_t any = 0;
+        for (std::uint64_t i = begin; i < end; ++i) any |= indices[i] <= indices[i - 1];
+        *found = any;
+    }
+};
+
+template <class Check, class Value>
+bool finds(const Value* values, std::uint64_t begin, std::uint64_t end, InstructionSet set) {
     std::uint32_t found = 0;
-    for (std::uint64_t i = 0; i < count; ++i) found |= (to_bits(values[i]) & 0x7F800000) == 0x7F800000;
-    return !found;
+    step_runner<Check, const Value*, std::uint32_t*>(set)(values, &found, begin, end);
+    return found != 0;
 }
 
-const char* fault(const SparseTensor& tensor, const SparseBlocks& blocks, const float* values) {
+const char* fault(const SparseTensor& tensor, const SparseBlocks& blocks, const float* values, InstructionSet set) {
     if (blocks.count == 0) return nullptr;
-    std::uint32_t descending = 0;
-    for (std::uint64_t i = 1; i < blocks.count; ++i) descending |= blocks.indices[i] <= blocks.indices[i - 1];
-    if (descending) return "indices do not ascend";
+    if (finds<Descending>(blocks.indices, 1, blocks.count, set)) return "indices do not ascend";
     const std::uint64_t last = blocks.indices[blocks.count - 1];
     if (last >= places_of(tensor)) return "an index beyond the end";
-    if (!all_finite(values, blocks.count * tensor.width)) return "values that are not finite";
+    if (finds<NotFinite>(values, 0, blocks.count * tensor.width, set)) return "values that are not finite";
     for (std::uint64_t at = last * tensor.width; at < (last + 1) * tensor.width; ++at)
         if (at >= tensor.elements && values[blocks.count * tensor.width - ((last + 1) * tensor.width - at)] != 0)
             return "values beyond the end";
@@ -406,22 +483,43 @@ void run_parts(const Step& step, const std::vector<Part>& parts, unsigned thread
               [&](std::size_t part, std::uint64_t begin, std::uint64_t end) { run(step, parts[part], begin, end); });
 }
 
+// A step that is known to be valid, and what it reads.
+struct Prepared {
+    Step step;
+    std::vector<std::vector<float>> wide;  // values that were sent in 16 bits
+    std::vector<const float*> values;      // of each rank
+};
+
+Prepared prepared(const SparseTensor& tensor, const std::vector<SparseBlocks>& ranks, float scale, InstructionSet set) {
+    Prepared found{checked(tensor, scale), {}, {}};
+    if (ranks.empty()) refuse("blocks of no rank");
+    found.wide.reserve(ranks.size());
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+        found.wide.push_back(widened(ranks[rank], tensor.width));
+        const bool own = ranks[rank].type == SparseValues::float32;
+        found.values.push_back(own ? static_cast<const float*>(ranks[rank].values) : found.wide.back().data());
+        const char* why = fault(tensor, ranks[rank], found.values.back(), set);
+        if (why != nullptr) refuse("rank " + std::to_string(rank) + ": not a sparse gradient: " + why);
+    }
+    return found;
+}
+
 }  // namespace
 
 void sparse_update(const SparseTensor& tensor, const std::vector<SparseBlocks>& ranks, float scale, unsigned threads,
                    const std::string& variant) {
-    const Step step = checked(tensor, scale);
-    if (ranks.empty()) refuse("blocks of no rank");
-    std::vector<std::vector<float>> wide;
-    std::vector<const float*> values;
-    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-        wide.push_back(widened(ranks[rank], tensor.width));
-        const bool own = ranks[rank].type == SparseValues::float32;
-        values.push_back(own ? static_cast<const float*>(ranks[rank].values) : wide.back().data());
-        const char* why = fault(tensor, ranks[rank], values.back());
-        if (why != nullptr) refuse("rank " + std::to_string(rank) + ": not a sparse gradient: " + why);
-    }
-    run_parts<Update>(step, parts_of(tensor, ranks, values, threads), threads, variant);
+    sparse_update_all({tensor}, {ranks}, scale, threads, variant);
+}
+
+void sparse_update_all(const std::vector<SparseTensor>& tensors, const std::vector<std::vector<SparseBlocks>>& ranks, float scale,
+                       unsigned threads, const std::string& variant) {
+    if (ranks.size() != tensors.size()) refuse("blocks of other tensors");
+    const InstructionSet set = step_variant(variant);
+    std::vector<Prepared> updates;
+    updates.reserve(tensors.size());
+    for (std::size_t at = 0; at < tensors.size(); ++at) updates.push_back(prepared(tensors[at], ranks[at], scale, set));
+    for (std::size_t at = 0; at < tensors.size(); ++at)
+        run_parts<Update>(updates[at].step, parts_of(tensors[at], ranks[at], updates[at].values, threads), threads, variant);
 }
 
 void sparse_catch_up(const SparseTensor& tensor, unsigned threads, const std::string& variant) {

@@ -40,6 +40,10 @@ struct SparseTensor {
 void sparse_update(const SparseTensor& tensor, const std::vector<SparseBlocks>& ranks, float scale, unsigned threads,
                    const std::string& variant);
 
+// The same of several tensors, with what ranks sent of each. Nothing has changed in any if one is refused.
+void sparse_update_all(const std::vector<SparseTensor>& tensors, const std::vector<std::vector<SparseBlocks>>& ranks, float scale,
+                       unsigned threads, const std::string& variant);
+
 // Makes all steps that any place missed; its counters then say so.
 void sparse_catch_up(const SparseTensor& tensor, unsigned threads, const std::string& variant);
 

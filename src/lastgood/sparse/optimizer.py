@@ -6,12 +6,13 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from lastgood._lazy import torch
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError
+from lastgood.host_memory import fresh_memory, into_huge_pages
 from lastgood.sparse.blocks import SparseGradient
 from lastgood.sparse.steps import (
     ADAM_MOMENTS,
@@ -23,7 +24,7 @@ from lastgood.sparse.steps import (
     read_group,
     sgd_row,
 )
-from lastgood.sparse.update import Rows, catch_up, update
+from lastgood.sparse.update import Rows, catch_up, type_names, update, update_all
 
 __all__ = ["HISTORY_STEPS", "Mode", "SparseOptimizer"]
 
@@ -33,6 +34,25 @@ HISTORY_STEPS: Final = 1024
 """Steps that a lazy parameter remembers; then all its elements are brought up to date, and it starts anew."""
 
 _ITERATIONS_KEPT: Final = 64  # more than can be in flight
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A parameter and its moments as kernels take them, as long as nobody puts others in their places."""
+
+    flat: torch.Tensor
+    state: dict[str, torch.Tensor]
+    """Its moments, in `optimizer.state`."""
+    moments: list[torch.Tensor]
+
+    def holds(self, stepped: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether what is stepped and `state` are still those."""
+        if stepped.data_ptr() != self.flat.data_ptr() or stepped.numel() != self.flat.numel():
+            return False
+        return stepped.is_contiguous() and all(
+            state.get(name) is held and held.data_ptr() == moment.data_ptr()
+            for (name, held), moment in zip(self.state.items(), self.moments, strict=True)
+        )
 
 
 @dataclass
@@ -47,6 +67,7 @@ class _Track:
     width: int = 0
     touched: torch.Tensor | None = None  # int32, a place each: its last step; None if `base` everywhere
     target: torch.Tensor | None = None
+    ready: _Ready | None = None
 
     def remember(self, row: tuple[float, ...]) -> Rows:
         """All rows after `base`, with this one."""
@@ -57,6 +78,19 @@ class _Track:
             self.rows = grown
         self.rows[count] = row
         return self.rows[: count + 1]
+
+
+class _Step(NamedTuple):
+    """A step of one parameter that is to be made."""
+
+    parameter: torch.Tensor
+    track: _Track
+    ready: _Ready
+    state: dict[str, Any]
+    """The parameter's part of `optimizer.state`, or what becomes of it."""
+    number: int
+    """Of Adam's steps; 0 for SGD."""
+    row: tuple[float, ...]
 
 
 class SparseOptimizer:
@@ -136,33 +170,82 @@ class SparseOptimizer:
         track = self._track(parameter)
         if target is not None and target is not track.target:
             self.set_target(parameter, target)
-        flat = self._flat(parameter, track)
-        self._check(gathered, flat.numel(), iteration, scale, track)
-        given = self._hyperparameters(iteration)[track.group]
-        if not all(one.finite for one in gathered):
+        step = self._prepared(parameter, gathered, iteration, scale)
+        if step is None:
             track.iteration = iteration
             return False
-        state = self._state(parameter, flat, given)
-        moments = [state[name].view(-1) for name in self._names if name in state]
-        number = int(state["step"]) + 1 if self._adam else 0
-        row = adam_row(given, number) if self._adam else sgd_row(given, self._begins(parameter, given))
+        flat, moments = step.ready.flat, step.ready.moments
         if self.mode == "lazy":
             self._set_width(track, flat, moments, gathered[0].width)
-        rows = track.remember(row) if self.mode == "lazy" else np.array([row])
+        rows = track.remember(step.row) if self.mode == "lazy" else np.array([step.row])
         try:
             update(self._adam, flat, moments, gathered, scale, rows, track.base, track.touched, threads=self.threads)
         except ValueError as error:
             raise CorruptCheckpoint(f"iteration {iteration}: {error}") from None
-        self.optimizer.state[parameter].update(state)
+        self._made(step, iteration)
+        if self.mode == "lazy" and len(rows) == HISTORY_STEPS:
+            self._catch_up(track, flat, moments)
+        return True
+
+    def apply_all(
+        self, given: Sequence[tuple[torch.Tensor, Sequence[SparseGradient]]], *, iteration: int, scale: float = 1.0
+    ) -> None:
+        """`apply` of several parameters, each of them once, whose gradients are finite: in one call if steps are plain.
+
+        Raises what `apply` does; nothing has changed then, if steps are plain.
+        """
+        if self.mode != "plain":
+            for parameter, gathered in given:
+                self.apply(parameter, gathered, iteration=iteration, scale=scale)
+            return
+        steps = [self._prepared(parameter, gathered, iteration, scale) for parameter, gathered in given]
+        if len({id(parameter) for parameter, _ in given}) < len(given) or None in steps:
+            raise ValueError("parameters that come twice, or gradients that are not finite")
+        made = [step for step in steps if step is not None]
+        tensors = [(step.ready.flat, step.ready.moments, one) for step, (_, one) in zip(made, given, strict=True)]
+        rows = np.array([step.row for step in made])
+        try:
+            update_all(self._adam, tensors, scale, rows, threads=self.threads)
+        except ValueError as error:
+            raise CorruptCheckpoint(f"iteration {iteration}: {error}") from None
+        for step in made:
+            self._made(step, iteration)
+
+    def _prepared(
+        self, parameter: torch.Tensor, gathered: Sequence[SparseGradient], iteration: int, scale: float
+    ) -> _Step | None:
+        """What the step of a parameter needs; nothing has changed. None if some rank's gradient was not finite."""
+        track = self._track(parameter)
+        ready = self._ready(parameter, track)
+        flat = self._flat(parameter, track) if ready is None else ready.flat
+        self._check(gathered, flat.numel(), iteration, scale, track)
+        given = self._hyperparameters(iteration)[track.group]
+        if not all(one.finite for one in gathered):
+            return None
+        needed = self._adam or given.momentum != 0
+        if ready is None or (needed and len(ready.moments) < len(self._names)):
+            state = self._state(parameter, flat, given)
+            held = {name: state[name] for name in self._names if name in state}
+            ready = _Ready(flat, held, [moment.view(-1) for moment in held.values()])
+            into_huge_pages(flat)  # most steps touch each page of it, and little in each
+        else:
+            state = self.optimizer.state[parameter]
+        number = int(state["step"]) + 1 if self._adam else 0
+        row = adam_row(given, number) if self._adam else sgd_row(given, self._begins(parameter, given))
+        return _Step(parameter, track, ready, state, number, row)
+
+    def _made(self, step: _Step, iteration: int) -> None:
+        """The kernels have made it."""
+        track = step.track
+        if step.ready is not track.ready:
+            self.optimizer.state[step.parameter].update(step.state)
+            track.ready = step.ready
         if self._adam:
-            state["step"].fill_(number)
+            step.state["step"].fill_(step.number)
         track.iteration = iteration
         track.steps += 1
         if self.mode == "plain":
             track.base = track.steps
-        elif len(rows) == HISTORY_STEPS:
-            self._catch_up(track, flat, moments)
-        return True
 
     def catch_up(self, iteration: int | None = None) -> None:
         """Bring all elements up to date, before a checkpoint or an evaluation; plain steps leave nothing to do.
@@ -227,6 +310,13 @@ class SparseOptimizer:
                 return self._tracks.setdefault(parameter, _Track(number))
         raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is in no group of the optimizer")
 
+    def _ready(self, parameter: torch.Tensor, track: _Track) -> _Ready | None:
+        """What the last step of this parameter used, if it is all there and nothing else is."""
+        ready, stepped = track.ready, parameter if track.target is None else track.target
+        if ready is None or stepped.device.type != "cpu":
+            return None
+        return ready if ready.holds(stepped, self.optimizer.state.get(parameter, {})) else None
+
     def _flat(self, parameter: torch.Tensor, track: _Track) -> torch.Tensor:
         if track.target is not None:
             return track.target
@@ -281,7 +371,7 @@ class SparseOptimizer:
                 if not needed:
                     state.pop(name, None)
                     continue
-                held = torch.zeros_like(flat).view(parameter.shape)
+                held = fresh_memory(flat.nbytes).view(torch.float32).view(parameter.shape)
             if held.numel() != flat.numel():
                 raise MismatchError(f"{name} has {held.numel()} elements, and its parameter {flat.numel()}")
             state[name] = held.to("cpu", torch.float32).contiguous()
@@ -324,7 +414,7 @@ def _well_formed(one: SparseGradient) -> bool:
         indices.dtype == np.uint32
         and indices.ndim == values.dim() == 1
         and values.device.type == "cpu"
-        and values.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and values.dtype in type_names()
         and values.numel() == len(indices) * one.width
         and (one.finite or not len(indices))
     )

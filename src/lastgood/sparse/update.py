@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,7 +13,7 @@ from lastgood import _native
 from lastgood._lazy import torch
 from lastgood.sparse.blocks import SparseGradient
 
-__all__ = ["Rows", "catch_up", "update"]
+__all__ = ["Rows", "catch_up", "type_names", "update", "update_all"]
 
 Rows = npt.NDArray[np.float64]
 """[steps, ROW], C order: one row for each step, in their order."""
@@ -40,17 +41,41 @@ def update(
     number of the last step that was made there; row i is step base + 1 + i. ValueError, and nothing has changed, for
     indices or values that are not valid; that they are uint32, and as many as they should be, is not checked.
     """
-    kept = [(np.ascontiguousarray(one.indices), one.values.contiguous()) for one in gathered]
-    blocks = [(indices.ctypes.data, len(indices), values.data_ptr(), str(values.dtype)[6:]) for indices, values in kept]
+    kept = _contiguous(gathered)
     _native.sparse_update(
         adam,
         _addresses(parameter, moments, gathered[0].width),
-        blocks,
+        [_block(one) for one in kept],
         scale=scale,
         rows=rows.ctypes.data,
         steps=len(rows),
         base=base,
         touched=_EVERYWHERE if touched is None else touched.data_ptr(),
+        threads=threads,
+        variant=variant,
+    )
+
+
+def update_all(
+    adam: bool,
+    tensors: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[SparseGradient]]],
+    scale: float,
+    rows: Rows,
+    *,
+    threads: int = 1,
+    variant: str = "",
+) -> None:
+    """`update` of several tensors in one call: parameter, moments and what ranks sent of each; a row for each.
+
+    Nothing has changed after a ValueError.
+    """
+    kept = [_contiguous(gathered) for _, _, gathered in tensors]
+    _native.sparse_update_all(
+        adam,
+        [_addresses(parameter, moments, gathered[0].width) for parameter, moments, gathered in tensors],
+        [[_block(one) for one in blocks] for blocks in kept],
+        scale=scale,
+        rows=rows.ctypes.data,
         threads=threads,
         variant=variant,
     )
@@ -79,6 +104,23 @@ def catch_up(
         threads=threads,
         variant=variant,
     )
+
+
+@functools.cache
+def type_names() -> dict[torch.dtype, str]:
+    """The types that values may have, and what native code calls them."""
+    return {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def _contiguous(gathered: Sequence[SparseGradient]) -> list[tuple[npt.NDArray[np.uint32], torch.Tensor]]:
+    return [(np.ascontiguousarray(one.indices), one.values.contiguous()) for one in gathered]
+
+
+def _block(one: tuple[npt.NDArray[np.uint32], torch.Tensor]) -> tuple[int, int, int, str]:
+    """As native code takes it, of arrays that the caller keeps."""
+    indices, values = one
+    # `ctypes.data` takes three times as long.
+    return indices.__array_interface__["data"][0], len(indices), values.data_ptr(), type_names()[values.dtype]
 
 
 def _addresses(parameter: torch.Tensor, moments: Sequence[torch.Tensor], width: int) -> tuple[int, int, int, int, int]:
