@@ -100,6 +100,38 @@ def test_large_ones_are_written_past_the_caches(name, variant):
     check_against_twin(name, "tails", elements, elements // 100, variant=variant, residuals="into", **case)
 
 
+def sampled_places(places, size):
+    """Where the native code looks first: at one place in each of `size` stretches."""
+    found = np.empty(size, np.int64)
+    for number in range(size):
+        state = number + 1
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % (1 << 64)
+        begin = places * number // size
+        length = places * (number + 1) // size - begin
+        found[number] = begin + ((state ^ state >> 31) >> 32) * length // (1 << 32)
+    return found
+
+
+@pytest.mark.parametrize("residuals", ["in place", "into"])
+@pytest.mark.parametrize("name", ["topk", "v16"])
+def test_a_sample_that_misleads_loses_nothing(name, residuals):
+    """All is heavy but what was looked at, so that much more is found than there is room for."""
+    width = make_compressor(name, 1).width
+    elements = (4 << 20) + 16
+    places = elements // width
+    gradient = gradient_of("tails", elements, 1).abs() + 1
+    gradient.view(-1, width)[sampled_places(places, max(2048, min(places // 256, 24576)))] = 1e-3
+    twin, native = Twin(name, elements), make_compressor(name, elements, threads=2)
+    expected, held = torch.zeros(elements), torch.zeros(elements)
+    into = torch.empty(elements) if residuals == "into" else None
+    wanted, found = twin.compress(gradient, expected, 5000), native.compress(gradient, held, 5000, into=into)
+    assert np.array_equal(found.indices, wanted.indices)
+    assert bits(found.values) == bits(wanted.values)
+    assert same(held if into is None else into, expected)
+    assert native.reads > 3  # it was misled
+
+
 @pytest.mark.parametrize("kind", list(MAGNITUDES))
 @pytest.mark.parametrize("name", ["topk", "threshold", "v16"])
 def test_no_input_costs_more_than_six_reads(name, kind):
@@ -179,6 +211,45 @@ def test_more_than_two_to_the_32_bytes(name):
             assert torch.equal(own, values[: len(own)])
             own.zero_()
     assert torch.equal(gradient, residual)
+
+
+@pytest.mark.slow  # 13 GB of memory, half a minute
+@pytest.mark.parametrize("name", ["v16", "topk"])
+def test_elements_beyond_two_to_the_31_of_a_gradient_of_more_than_two_to_the_32_bytes(name):
+    """In 16 bits, with the residual in place, on two threads."""
+    elements = (1 << 31) + 4099
+    needed = 1.05 * (2 + 4) * elements
+    if needed > available_bytes():
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of memory")
+    gradient = torch.zeros(elements, dtype=torch.bfloat16)
+    places = [5, (1 << 30) + 7, (1 << 31) - 1, 1 << 31, elements - 1]
+    spread = torch.arange(0, elements, 9973)
+    gradient[spread] = torch.rand(len(spread), generator=torch.Generator().manual_seed(1)).bfloat16() + 0.5
+    gradient[places] = 7.0
+    residual = torch.zeros(elements)
+    residual[places[1]] = 1.0
+    compressor = make_compressor(name, elements, threads=2)
+    count = len(spread) // 2 * compressor.width
+    sparse = compressor.compress(gradient, residual, count)
+    sparse.check("here")
+    assert count <= len(sparse.values) <= 1.3 * count
+    found = {place: np.searchsorted(sparse.indices, place // sparse.width) for place in places}
+    for place, at in found.items():
+        assert sparse.indices[at] == place // sparse.width
+        assert sparse.values[at * sparse.width + place % sparse.width] == 7.0 + (place == places[1])
+        assert residual[place] == 0
+    # What stays behind is what was not sent, piece by piece: there is no memory for another copy.
+    sent = torch.from_numpy(sparse.indices.astype(np.int64))
+    values = sparse.values.view(-1, sparse.width)
+    step = 1 << 27
+    for begin in range(0, elements, step):
+        expected = gradient[begin : begin + step].float()
+        if begin <= places[1] < begin + step:
+            expected[places[1] - begin] += 1.0
+        low, high = np.searchsorted(sparse.indices, [begin // sparse.width, (begin + step) // sparse.width])
+        padded = torch.nn.functional.pad(expected, (0, -len(expected) % sparse.width)).view(-1, sparse.width)
+        padded[sent[low:high] - begin // sparse.width] -= values[low:high]
+        assert torch.equal(padded.view(-1)[: len(expected)], residual[begin : begin + step])
 
 
 def available_bytes():

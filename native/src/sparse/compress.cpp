@@ -15,6 +15,7 @@
 namespace lastgood {
 namespace {
 
+constexpr std::uint64_t kLeastSample = 256;
 constexpr std::uint64_t kSample = 2048;
 constexpr std::uint64_t kMostSampled = 24576;
 constexpr std::uint64_t kSampledShare = 256;
@@ -51,8 +52,29 @@ struct Places {
     }
 };
 
-// A thread's room for one piece, and the calling thread's for all that was found.
-thread_local Places piece_room;
+// Rooms for a piece each, of which every thread takes one at a time: threads are new in each call, and their memory would be.
+class Rooms {
+  public:
+    std::unique_ptr<Places> take() {
+        const std::lock_guard<std::mutex> lock(taking_);
+        if (free_.empty()) return std::make_unique<Places>();
+        std::unique_ptr<Places> room = std::move(free_.back());
+        free_.pop_back();
+        return room;
+    }
+
+    void give(std::unique_ptr<Places> room) {
+        const std::lock_guard<std::mutex> lock(taking_);
+        free_.push_back(std::move(room));
+    }
+
+  private:
+    std::mutex taking_;
+    std::vector<std::unique_ptr<Places>> free_;
+};
+
+// The calling thread's, for each piece and for all that was found.
+thread_local Rooms piece_rooms;
 thread_local Places found_room;
 
 // Where in the room for all a piece's places are.
@@ -113,6 +135,7 @@ class Compression {
     std::mutex failing_;
     std::exception_ptr failure_;
 
+    Rooms& rooms_ = piece_rooms;  // a thread that helps has others under that name
     // Of the last collection.
     Places& found_ = found_room;
     std::vector<Piece> found_pieces_;
@@ -250,6 +273,7 @@ class Compression {
         count_reads();
         const bool writes = order_.target != nullptr && residual_ != nullptr;
         const bool streamed = writes && streams();
+        const bool added = writes && !streamed && type_ == SparseType::float32;  // to where it stays
         bound_ = bound;
         tentative_ = writes ? std::max(tentative, bound + 1) : kNever;
         // Past the caches nothing can be changed a moment later.
@@ -259,32 +283,47 @@ class Compression {
         std::atomic<std::uint64_t> total{0};
         in_all_pieces([&](std::size_t number, std::uint64_t begin, std::uint64_t end) {
             alignas(64) float strip[kStripElements];
-            piece_room.fit(kPieceElements / width_ + kBlockWidth, width_);
+            std::unique_ptr<Places> taken = rooms_.take();
+            Places& room = *taken;
+            room.fit(kPieceElements / width_ + kBlockWidth, width_);
             Piece& piece = found_pieces_[number];
             for (std::uint64_t at = begin; at < end && (finite_ || in_place()); at += kStripElements) {
                 const std::size_t count = std::min<std::uint64_t>(kStripElements, end - at);
+                const bool streams_strip = streamed && count % kBlockWidth == 0;
                 const float* own = strip;
-                if (streamed && count % kBlockWidth == 0)
-                    kernels_.sum_stream(static_cast<const float*>(source_) + at, residual_ + at, strip, count,
-                                        order_.target + at, tentative_);
-                else
-                    own = sums(at, count, strip);
-                const std::size_t before = piece.count;
+                bool good = true;
+                // Once there are too many, none is stored any more: all must stay in the residual.
                 const bool counts = total.load(std::memory_order_relaxed) <= most;
-                if (counts) collect_strip(own, at, count, piece);
-                if (!strip_finite(own, count, counts, before, piece.count)) {
+                if (streams_strip) {
+                    kernels_.sum_stream(static_cast<const float*>(source_) + at, residual_ + at, strip, count,
+                                        order_.target + at, counts ? tentative_ : kNever);
+                } else if (added) {
+                    own = order_.target + at;
+                    good = kernels_.add(static_cast<const float*>(source_) + at, residual_ + at, count, order_.target + at);
+                } else {
+                    own = sums(at, count, strip);
+                }
+                const std::size_t before = piece.count;
+                if (counts && good) collect_strip(own, at, count, room, piece);
+                if (!added) good = strip_finite(own, count, counts, room, before, piece.count);
+                if (!good) {
                     finite_ = false;
                     if (!in_place()) return;
-                    keep_strip(at, strip, count);
                     piece.count = before;
+                    if (added) continue;
+                    keep_strip(at, strip, count);
+                    std::copy_n(strip, count, order_.target + at);
+                    continue;
                 }
-                if (!writes || (streamed && count % kBlockWidth == 0)) continue;
+                if (!writes || streams_strip) continue;
+                float* const left = added ? order_.target + at : strip;
                 for (std::size_t one = before; one < piece.count; ++one)
-                    if (tentative_ <= weight_of(piece_room, one)) leave(piece_room, one, at, strip, count);
-                std::copy_n(strip, count, order_.target + at);
+                    if (tentative_ <= weight_of(room, one)) leave(room, one, at, left, count);
+                if (!added) std::copy_n(strip, count, order_.target + at);
             }
             if (streamed) kernels_.streamed();
-            store(piece, total, most);
+            store(room, piece, total, most);
+            rooms_.give(std::move(taken));
         });
         overflow_ = total > most;
         if (writes) {
@@ -295,9 +334,10 @@ class Compression {
     }
 
     // What is not finite weighs more than any bound: usually only places that were stored need a look.
-    bool strip_finite(const float* own, std::size_t count, bool counted, std::size_t from, std::size_t to) const {
+    bool strip_finite(const float* own, std::size_t count, bool counted, const Places& room, std::size_t from,
+                      std::size_t to) const {
         bool heavy = !counted || bound_ >= kInfinity;
-        for (std::size_t one = from; one < to; ++one) heavy |= weight_of(piece_room, one) >= kInfinity;
+        for (std::size_t one = from; one < to; ++one) heavy |= weight_of(room, one) >= kInfinity;
         return !heavy || kernels_.largest(own, count) < kInfinity;
     }
 
@@ -309,23 +349,23 @@ class Compression {
     }
 
     // Moves a piece's places to where those of all are kept.
-    void store(Piece& piece, std::atomic<std::uint64_t>& total, std::uint64_t most) const {
+    void store(const Places& room, Piece& piece, std::atomic<std::uint64_t>& total, std::uint64_t most) const {
         piece.begin = total.fetch_add(piece.count);
         if (piece.begin + piece.count > most) {
             // Those that fit nowhere are not in the residual either.
             for (std::size_t one = 0; one < piece.count && tentative_ != kNever; ++one)
-                if (weight_of(piece_room, one) >= tentative_) put(piece_room.indices[one], &piece_room.values[one * width_]);
+                if (weight_of(room, one) >= tentative_) put(room.indices[one], &room.values[one * width_]);
             piece.count = 0;
             return;
         }
-        std::copy_n(&piece_room.indices[0], piece.count, &found_.indices[piece.begin]);
-        std::copy_n(&piece_room.values[0], piece.count * width_, &found_.values[piece.begin * width_]);
-        if (width_ > 1) std::copy_n(&piece_room.weights[0], piece.count, &found_.weights[piece.begin]);
+        std::copy_n(&room.indices[0], piece.count, &found_.indices[piece.begin]);
+        std::copy_n(&room.values[0], piece.count * width_, &found_.values[piece.begin * width_]);
+        if (width_ > 1) std::copy_n(&room.weights[0], piece.count, &found_.weights[piece.begin]);
     }
 
-    void collect_strip(const float* own, std::uint64_t at, std::size_t count, Piece& piece) const {
-        std::uint32_t* const indices = &piece_room.indices[piece.count];
-        float* const values = &piece_room.values[piece.count * width_];
+    void collect_strip(const float* own, std::uint64_t at, std::size_t count, Places& room, Piece& piece) const {
+        std::uint32_t* const indices = &room.indices[piece.count];
+        float* const values = &room.values[piece.count * width_];
         if (width_ == 1) {
             const Found found = kernels_.single(own, count, std::uint32_t(at), bound_, indices, values);
             piece.equal += found.equal;
@@ -335,7 +375,7 @@ class Compression {
         const std::size_t blocks = count / kBlockWidth;
         const auto first = std::uint32_t(at / kBlockWidth);
         const Found found =
-            kernels_.blocks(own, blocks, first, bound_, indices, &piece_room.weights[piece.count], values);
+            kernels_.blocks(own, blocks, first, bound_, indices, &room.weights[piece.count], values);
         piece.equal += found.equal;
         piece.count += found.above;
         const std::size_t left = count % kBlockWidth;
@@ -343,9 +383,9 @@ class Compression {
         const Weight weight = block_weight(own + blocks * kBlockWidth, left);
         piece.equal += weight == bound_;
         if (weight <= bound_) return;
-        piece_room.indices[piece.count] = first + std::uint32_t(blocks);
-        piece_room.weights[piece.count] = weight;
-        float* const last = &piece_room.values[piece.count++ * width_];
+        room.indices[piece.count] = first + std::uint32_t(blocks);
+        room.weights[piece.count] = weight;
+        float* const last = &room.values[piece.count++ * width_];
         std::fill(std::copy_n(own + blocks * kBlockWidth, left, last), last + width_, 0.0f);
     }
 
@@ -433,7 +473,9 @@ class Compression {
     // Collects above a bound that a sample gives, which most likely leaves somewhat more than `count`; and all of at least
     // `threshold` if that may be the one that decides.
     void collect_sampled(std::uint64_t count, Weight threshold) {
-        const std::uint64_t least = order_.sample == 0 ? kSample : order_.sample;
+        // Of few places a sample would soon cost more than the pass itself.
+        const std::uint64_t least =
+            order_.sample == 0 ? std::clamp(places_ / 16, kLeastSample, kSample) : order_.sample;
         const std::uint64_t size =
             std::min(places_, std::max(least, std::min(places_ / kSampledShare, kMostSampled)));
         std::vector<Weight> sample = sampled(size);
@@ -443,8 +485,9 @@ class Compression {
         Weight bound = 0;
         Weight tentative = 0;
         if (rank <= size) {
-            bound = nth_heaviest(sample, rank);
-            tentative = size == places_ || expected < 1 ? bound : nth_heaviest(sample, std::uint64_t(expected));
+            bound = nth_heaviest(sample, sample.size(), rank);
+            // The `rank` heaviest are in front by now.
+            tentative = size == places_ || expected < 1 ? bound : nth_heaviest(sample, rank, std::uint64_t(expected));
         }
         if (threshold > 0) {
             std::uint64_t through = 0;
@@ -475,9 +518,10 @@ class Compression {
         return sample;
     }
 
-    static Weight nth_heaviest(std::vector<Weight>& weights, std::uint64_t rank) {
+    // Among the first `size` weights.
+    static Weight nth_heaviest(std::vector<Weight>& weights, std::uint64_t size, std::uint64_t rank) {
         const auto nth = weights.begin() + std::ptrdiff_t(rank - 1);
-        std::nth_element(weights.begin(), nth, weights.end(), std::greater<Weight>());
+        std::nth_element(weights.begin(), nth, weights.begin() + std::ptrdiff_t(size), std::greater<Weight>());
         return *nth;
     }
 
@@ -556,7 +600,7 @@ class Compression {
         for_weights([&](Weight weight) {
             if ((weight - bound_) >> shift == bin) weights.push_back(weight);
         });
-        const Weight least = nth_heaviest(weights, ties);
+        const Weight least = nth_heaviest(weights, weights.size(), ties);
         for (const Weight weight : weights) ties -= weight > least;
         return least;
     }
@@ -614,8 +658,17 @@ class Compression {
     // residual fit where it does not yet.
     void emit(Weight least, std::uint64_t ties) {
         std::uint64_t out = 0;
+        // Single elements whose residual is right already are only moved.
+        const bool plain = width_ == 1 && order_.value_type == SparseType::float32 && ties == 0 &&
+                           (order_.target == nullptr || tentative_ != kNever);
         for (const Piece& piece : found_pieces_) {
             if (piece.count == 0) continue;
+            if (plain) {
+                if (order_.target != nullptr) correct_residual(piece, least);
+                out += kernels_.keep(&found_.indices[piece.begin], &found_.values[piece.begin], piece.count, least,
+                                     order_.indices + out, static_cast<float*>(order_.values) + out);
+                continue;
+            }
             const std::size_t kept = keep_chosen(piece, least, ties);
             std::copy_n(&found_.indices[piece.begin], kept, order_.indices + out);
             const float* const values = &found_.values[piece.begin * width_];
@@ -626,6 +679,16 @@ class Compression {
             out += kept;
         }
         result_.count = out;
+    }
+
+    // What left the residual and is not sent comes back, and what is sent leaves it.
+    void correct_residual(const Piece& piece, Weight least) const {
+        if (least == tentative_) return;
+        const Weight low = std::min(least, tentative_), high = std::max(least, tentative_);
+        for (std::size_t one = piece.begin; one < piece.begin + piece.count; ++one) {
+            const Weight weight = to_bits(found_.values[one]) & kMagnitude;
+            if (weight >= low && weight < high) order_.target[found_.indices[one]] = weight >= least ? 0.0f : found_.values[one];
+        }
     }
 
     // Moves a piece's chosen places together; returns how many they are.

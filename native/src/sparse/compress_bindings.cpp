@@ -26,6 +26,9 @@ Value named(const std::map<std::string, Value>& values, const std::string& name)
     return found->second;
 }
 
+// Fewer take less time than another thread may keep the GIL for once it is given away.
+constexpr std::uint64_t kFewElements = 8192;
+
 using Result = std::tuple<bool, bool, std::uint64_t, std::uint32_t, unsigned>;
 
 Result run_compress(const std::string& choice, std::uintptr_t gradient, const std::string& gradient_type,
@@ -59,7 +62,8 @@ Result run_compress(const std::string& choice, std::uintptr_t gradient, const st
     order.sample = sample;
     CompressResult result;
     {
-        const GilReleased released;
+        std::optional<GilReleased> released;
+        if (elements > kFewElements) released.emplace();
         result = compress(order, variant);
     }
     return {result.finite, result.held, result.count, result.least, result.reads};

@@ -14,6 +14,8 @@
 namespace lastgood {
 namespace {
 
+constexpr std::size_t kAhead = 1024;  // elements on their way into the cache, across the ends of pages
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Bodies that become vectors by themselves, inlined into a function for each instruction set.
 
@@ -91,6 +93,17 @@ Found blocks_portable(const float* strip, std::size_t count, std::uint32_t first
     return found;
 }
 
+std::size_t keep_portable(const std::uint32_t* indices, const float* values, std::size_t count, Weight least,
+                          std::uint32_t* kept_indices, float* kept_values) {
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        if ((to_bits(values[i]) & kMagnitude) < least) continue;
+        kept_indices[kept] = indices[i];
+        kept_values[kept++] = values[i];
+    }
+    return kept;
+}
+
 void sum_stream_portable(const float* gradient, const float* residual, float* strip, std::size_t count, float* target,
                          Weight heavy) {
     for (std::size_t i = 0; i < count; ++i) strip[i] = gradient[i] + residual[i];
@@ -99,12 +112,26 @@ void sum_stream_portable(const float* gradient, const float* residual, float* st
 
 void streamed_portable() {}
 
+bool add_portable(const float* gradient, const float* residual, std::size_t count, float* target) {
+    bool finite = true;
+    for (std::size_t i = 0; i < count; ++i) {
+        const float sum = gradient[i] + residual[i];
+        if ((to_bits(sum) & kMagnitude) < kInfinity)
+            target[i] = sum;
+        else
+            finite = false;
+    }
+    return finite;
+}
+
 constexpr CompressKernels kPortable{{sum_float32_portable, sum_float16_portable, sum_bfloat16_portable},
                                     sum_stream_portable,
                                     streamed_portable,
+                                    add_portable,
                                     largest_portable,
                                     single_portable,
-                                    blocks_portable};
+                                    blocks_portable,
+                                    keep_portable};
 
 #if defined(__x86_64__)
 
@@ -232,12 +259,32 @@ LASTGOOD_AVX2 void sum_stream_avx2(const float* gradient, const float* residual,
 
 void streamed_x86() { _mm_sfence(); }
 
+LASTGOOD_AVX2 bool add_avx2(const float* gradient, const float* residual, std::size_t count, float* target) {
+    const __m256i magnitude = _mm256_set1_epi32(int(kMagnitude));
+    const __m256i largest = _mm256_set1_epi32(int(kInfinity) - 1);
+    bool finite = true;
+    std::size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        _mm_prefetch(reinterpret_cast<const char*>(gradient + i + kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(residual + i + kAhead), _MM_HINT_T0);
+        const __m256 sum = _mm256_add_ps(_mm256_loadu_ps(gradient + i), _mm256_loadu_ps(residual + i));
+        const __m256i weight = _mm256_and_si256(_mm256_castps_si256(sum), magnitude);
+        if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpgt_epi32(weight, largest)) != 0, 0))
+            finite = add_portable(gradient + i, residual + i, 8, target + i) && finite;
+        else
+            _mm256_storeu_ps(target + i, sum);
+    }
+    return add_portable(gradient + i, residual + i, count - i, target + i) && finite;
+}
+
 constexpr CompressKernels kAvx2{{sum_float32_avx2, sum_float16_avx2, sum_bfloat16_avx2},
                                 sum_stream_avx2,
                                 streamed_x86,
+                                add_avx2,
                                 largest_avx2,
                                 single_avx2,
-                                blocks_avx2};
+                                blocks_avx2,
+                                keep_portable};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // AVX-512
@@ -325,12 +372,53 @@ LASTGOOD_AVX512 void sum_stream_avx512(const float* gradient, const float* resid
     }
 }
 
+LASTGOOD_AVX512 bool add_avx512(const float* gradient, const float* residual, std::size_t count, float* target) {
+    const __m512i magnitude = _mm512_set1_epi32(int(kMagnitude));
+    const __m512i infinity = _mm512_set1_epi32(int(kInfinity));
+    bool finite = true;
+    std::size_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        _mm_prefetch(reinterpret_cast<const char*>(gradient + i + kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(residual + i + kAhead), _MM_HINT_T0);
+        const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(gradient + i), _mm512_loadu_ps(residual + i));
+        const __m512i weight = _mm512_and_si512(_mm512_castps_si512(sum), magnitude);
+        if (__builtin_expect(_mm512_cmpge_epu32_mask(weight, infinity) != 0, 0))
+            finite = add_portable(gradient + i, residual + i, 16, target + i) && finite;
+        else
+            _mm512_storeu_ps(target + i, sum);
+    }
+    return add_portable(gradient + i, residual + i, count - i, target + i) && finite;
+}
+
+LASTGOOD_AVX512 std::size_t keep_avx512(const std::uint32_t* indices, const float* values, std::size_t count, Weight least,
+                                        std::uint32_t* kept_indices, float* kept_values) {
+    const __m512i magnitude = _mm512_set1_epi32(int(kMagnitude));
+    const __m512i limit = _mm512_set1_epi32(int(least));
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < count; i += 16) {
+        const std::size_t left = count - i;
+        const __mmask16 there = left < 16 ? __mmask16((1u << left) - 1) : __mmask16(0xFFFF);
+        const __m512i value = _mm512_maskz_loadu_epi32(there, values + i);
+        const __m512i index = _mm512_maskz_loadu_epi32(there, indices + i);
+        const __mmask16 chosen = _mm512_mask_cmpge_epu32_mask(there, _mm512_and_si512(value, magnitude), limit);
+        const auto number = unsigned(__builtin_popcount(chosen));
+        // Through a register, as above; and no further than there is room.
+        const auto stored = __mmask16((1u << number) - 1);
+        _mm512_mask_storeu_epi32(kept_indices + kept, stored, _mm512_maskz_compress_epi32(chosen, index));
+        _mm512_mask_storeu_epi32(kept_values + kept, stored, _mm512_maskz_compress_epi32(chosen, value));
+        kept += number;
+    }
+    return kept;
+}
+
 constexpr CompressKernels kAvx512{{sum_float32_avx512, sum_float16_avx512, sum_bfloat16_avx512},
                                   sum_stream_avx512,
                                   streamed_x86,
+                                  add_avx512,
                                   largest_avx512,
                                   single_avx512,
-                                  blocks_avx512};
+                                  blocks_avx512,
+                                  keep_avx512};
 
 bool has_f16c() {
     static const bool found = __builtin_cpu_supports("f16c");

@@ -32,6 +32,9 @@ struct CompressKernels {
     void (*sum_stream)(const float* gradient, const float* residual, float* strip, std::size_t count, float* target,
                        Weight heavy);
     void (*streamed)();
+    // target[i] = gradient[i] + residual[i], by way of the caches; `target` may be the residual, and stays as it is where the sum
+    // is not finite. Whether all are.
+    bool (*add)(const float* gradient, const float* residual, std::size_t count, float* target);
     Weight (*largest)(const float* strip, std::size_t count);
     // Stores numbers (from `first` on) and values of elements above the bound, in order. Up to 16 more are overwritten.
     Found (*single)(const float* strip, std::size_t count, std::uint32_t first, Weight bound, std::uint32_t* indices,
@@ -39,6 +42,9 @@ struct CompressKernels {
     // As `single`, for complete blocks, with their weights.
     Found (*blocks)(const float* strip, std::size_t count, std::uint32_t first, Weight bound, std::uint32_t* indices,
                     Weight* weights, float* values);
+    // Copies numbers and values of elements that weigh `least` or more; returns how many they are.
+    std::size_t (*keep)(const std::uint32_t* indices, const float* values, std::size_t count, Weight least,
+                        std::uint32_t* kept_indices, float* kept_values);
 };
 
 const CompressKernels& compress_kernels(InstructionSet set);

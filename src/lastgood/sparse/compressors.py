@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class Compressor(ABC):
         self.reads = 0
         """How many tensors as long as the gradient the last call has read: itself, the residual, their sum."""
         self._values: ValueType = values
+        self._values_type: torch.dtype = getattr(torch, values)
 
     @property
     def places(self) -> int:
@@ -113,7 +115,7 @@ class Compressor(ABC):
         self._check(gradient, residual, into, count)
         order = self._order(min(self.places, -(-count // self.width)))
         indices = np.empty(order.most, np.uint32) if order.indices is None else order.indices
-        values = torch.empty(order.most * self.width, dtype=getattr(torch, self._values), device="cpu")
+        values = torch.empty(order.most * self.width, dtype=self._values_type, device="cpu")
         target = residual if into is None else into
         finite, held, chosen, least, self.reads = _native.sparse_compress(
             order.choice,
@@ -128,7 +130,7 @@ class Compressor(ABC):
             middle=order.middle,
             most=order.most,
             threshold=order.threshold,
-            indices=indices.ctypes.data,
+            indices=indices.__array_interface__["data"][0],  # `ctypes.data` takes three times as long
             values=values.data_ptr(),
             threads=self.threads,
             sample=self.sample,
@@ -279,6 +281,7 @@ class Everything(Compressor):
         return _Order("all", self.places, self.places, self.places)
 
 
+@functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
