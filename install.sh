@@ -5,6 +5,8 @@
 #   bash install.sh --system-torch    keep the torch, torchvision and transformers that this Python already has (clusters,
 #                                     containers); only what is missing is installed beside them. Later calls keep
 #                                     this choice; --own-torch takes it back
+#   bash install.sh --wheels FOLDER   without a network, from wheels that install/offline.py put into FOLDER elsewhere
+#   bash install.sh --extras LIST     of pyproject.toml, in place of harness,test; later calls keep this choice as well
 #   PYTHON=python3.12 bash install.sh choose the interpreter
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -20,14 +22,28 @@ flock --nonblock 9 || { say "waiting for another install.sh in this folder"; flo
 venv=$PWD/.venv
 # An earlier choice holds until another one is made, so that tests/run.sh keeps it.
 system_torch=no
-[ -f "$venv/lastgood.choice" ] && system_torch=$(cat "$venv/lastgood.choice")
+extras=
+[ -f "$venv/lastgood.choice" ] && read -r system_torch extras <"$venv/lastgood.choice"
+[ -n "$extras" ] || extras=harness,test
 chosen=$system_torch
-for argument in "$@"; do
-    case $argument in
+wheels=()
+while [ "$#" -gt 0 ]; do
+    case $1 in
         --system-torch) system_torch=yes ;;
         --own-torch) system_torch=no ;;
-        *) fail "unknown argument $argument (known: --system-torch, --own-torch)" ;;
+        --wheels | --extras)
+            [ "$#" -gt 1 ] || fail "$1 needs a value"
+            if [ "$1" = --extras ]; then
+                extras=$2
+            else
+                [ -d "$2" ] || fail "--wheels: there is no folder $2; install/offline.py makes one on a machine with a network"
+                wheels=(--no-index --find-links "$(cd "$2" && pwd)")
+            fi
+            shift
+            ;;
+        *) fail "unknown argument $1 (known: --system-torch, --own-torch, --wheels FOLDER, --extras LIST)" ;;
     esac
+    shift
 done
 
 stamp=$venv/lastgood.stamp
@@ -42,21 +58,30 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 # What the installation depends on; the same text as last time means that nothing is to be done.
 wanted=$(
-    { printf '%s %s %s\n' "$version" "$system_torch" "$PWD"
+    { printf '%s %s %s %s\n' "$version" "$system_torch" "$extras" "$PWD"
       cat pyproject.toml constraints.txt
       find native -type f | LC_ALL=C sort | xargs -d '\n' cat; } | sha256sum | cut -d' ' -f1
 )
 is_complete() {
-    "$venv/bin/python" - 2>/dev/null <<'PY'
+    "$venv/bin/python" - "$extras" 2>/dev/null <<'PY'
 import importlib.metadata
+import sys
 
 import lastgood._native
 from packaging.requirements import Requirement
 
-for text in importlib.metadata.requires("lastgood"):
-    need = Requirement(text)
-    if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("cli", "harness", "s3", "s3-baselines", "test")):
-        importlib.metadata.version(need.name)
+waiting, asked = ["", *sys.argv[1].split(",")], set()
+while waiting:
+    extra = waiting.pop()
+    if extra in asked:
+        continue
+    asked.add(extra)
+    for text in importlib.metadata.requires("lastgood"):
+        need = Requirement(text)
+        if need.marker is None or need.marker.evaluate({"extra": extra}):
+            importlib.metadata.version(need.name)
+            if need.name == "lastgood":
+                waiting += need.extras
 PY
 }
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && is_complete; then
@@ -86,7 +111,7 @@ if ! "$venv/bin/python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] 
     if [ "$system_torch" = yes ]; then "$python" -m venv --system-site-packages "$venv"; else "$python" -m venv "$venv"; fi
 fi
 rm -f "$stamp"
-printf '%s\n' "$system_torch" >"$venv/lastgood.choice"
+printf '%s %s\n' "$system_torch" "$extras" >"$venv/lastgood.choice"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 
 if [ "$system_torch" = yes ]; then
@@ -99,16 +124,22 @@ else
     constraints=(-c constraints.txt)
 fi
 say "installing packages (torch alone takes some gigabytes and a few minutes the first time)"
-"${pip[@]}" install "${constraints[@]}" -e '.[harness,test]' \
-    || fail "pip could not install the packages; its message is above. Behind a proxy or mirror, set pip up first (pip config)"
+"${pip[@]}" install "${constraints[@]}" "${wheels[@]}" -e ".[$extras]" \
+    || fail "pip could not install the packages; its message is above. Behind a proxy or mirror, set pip up first (pip config); without a network see install/offline.py"
 
 say "checking"
 "$venv/bin/python" - <<'PY' || fail "the installation does not work; the message is above. Remove .venv and run install.sh again"
-import torch, torchvision
+import ctypes.util
+import importlib.util
+
+import torch
 import lastgood._native
 
-print(f"   torch {torch.__version__}, torchvision {torchvision.__version__}, native core built")
-import ctypes.util
+print(f"   torch {torch.__version__}, native core built")
+if importlib.util.find_spec("torchvision"):
+    import torchvision  # fails if it does not fit torch
+
+    print(f"   torchvision {torchvision.__version__}")
 if torch.cuda.is_available():
     print(f"   CUDA device: {torch.cuda.get_device_name(0)}; use --configfile config/gpu.yaml for its scale")
 elif ctypes.util.find_library("cuda"):

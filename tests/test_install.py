@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,21 @@ def test_a_full_disk(checkout, tmp_path):
 def test_an_unknown_argument(checkout):
     code, output = install(checkout, "--fast")
     assert code == 1
-    assert "unknown argument --fast (known: --system-torch, --own-torch)" in output
+    assert "unknown argument --fast (known: --system-torch, --own-torch, --wheels FOLDER, --extras LIST)" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--wheels",), "--wheels needs a value"),
+        (("--extras",), "--extras needs a value"),
+        (("--wheels", "no such folder"), "--wheels: there is no folder no such folder; install/offline.py makes one"),
+    ],
+)
+def test_values_of_arguments(checkout, arguments, said):
+    code, output = install(checkout, *arguments)
+    assert code == 1
+    assert said in output
 
 
 def test_one_at_a_time_in_a_folder(checkout):
@@ -87,3 +102,31 @@ def test_one_at_a_time_in_a_folder(checkout):
             assert "unknown argument --fast" in second.communicate(timeout=60)[0]
         finally:
             second.kill()
+
+
+def offline(*arguments):
+    command = [sys.executable, ROOT / "install" / "offline.py", "folder", "--list", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_offline_takes_what_the_other_machine_lacks():
+    done = offline("--python", "3.12", "--extras", "cli,test", "--have", "torch,cmake")
+    names = {line.partition("==")[0] for line in done.stdout.splitlines()}
+    # Extras and what they need, what the core needs, and what builds it.
+    assert {"typer", "click", "pytest", "pluggy", "pydantic", "pydantic-core", "safetensors", "nanobind"} <= names
+    # What only torch needs is there with it.
+    assert not {"torch", "lastgood", "sympy", "networkx", "cmake", "snakemake"} & names
+    assert {"nanobind", "ninja", "scikit-build-core"} == {line for line in done.stdout.splitlines() if "==" not in line}
+
+
+def test_offline_follows_the_markers_of_the_other_python():
+    assert "tomli==" not in offline("--python", "3.12", "--extras", "test").stdout
+    refused = offline("--python", "3.10", "--extras", "test")
+    assert refused.returncode == 1
+    assert "is not installed here, so its version cannot be chosen" in refused.stderr
+
+
+def test_all_tests_of_a_gpu_need_a_folder(tmp_path):
+    done = subprocess.run(["bash", ROOT / "tests" / "gpu.sh"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "name a folder for the results" in done.stderr
