@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from typing_extensions import Self
 
 from lastgood.errors import CheckpointError
 from lastgood.files import ReadableBy
@@ -58,6 +60,8 @@ class Retention(SlotView, ABC):
         self._newest_noted = -1
         self._reached = -1
         """The highest step that an earlier incarnation of the job had a checkpoint of."""
+        self.on_verdict: Callable[[Self], None] | None = None
+        """Called after each verdict, with this store; it must return at once, and never raise."""
         self._origin: int | None = None
         """Sequence of the checkpoint that this incarnation began at, until it has got further than any before it."""
 
@@ -96,11 +100,19 @@ class Retention(SlotView, ABC):
         finally:
             with self._changed:
                 self._changed.notify_all()
+            self._tell_verdict()
 
     def take_back(self, sequence: int, reason: str) -> bool:
         """Take a bad verdict back, if it is the one of that reason; returns whether it was. Raises StorageError."""
-        with self._writing_the_book():
-            return self._book.take_back(sequence, reason)
+        try:
+            with self._writing_the_book():
+                return self._book.take_back(sequence, reason)
+        finally:
+            self._tell_verdict()
+
+    def _tell_verdict(self) -> None:
+        if self.on_verdict is not None:
+            self.on_verdict(self)
 
     def count_restart(self, info: SlotInfo) -> int:
         """An incarnation begins at this checkpoint: how many did so before it and got no further. Raises StorageError.

@@ -126,3 +126,31 @@ def _note(thing: Any, folder: Path) -> Prepared:
         json.dumps([str(found.name), *map(str, found.bases)])
 
     return len(content), read
+
+
+@decoder(
+    "verdict on a checkpoint",
+    lambda: [
+        {
+            "format": "lastgood-objects",
+            "version": 1,
+            "kind": "verdict",
+            "checkpoint": f"{JOB}/{2:020d}-{7:020d}",
+            "ok": False,
+            "reason": "loss is nan",
+        }
+    ],
+    change=or_bits,
+)
+def _verdict(thing: Any, folder: Path) -> Prepared:
+    from lastgood.storage.objects.format import BadVerdict, CommitName
+
+    del folder
+    content = text_of(thing)
+    name = CommitName(bytes.fromhex(JOB), 2, 7)
+
+    def read() -> None:
+        found = BadVerdict.decode(content, "here", name)
+        assert BadVerdict.decode(found.encode(), "here", name) == found
+
+    return len(content), read

@@ -14,6 +14,7 @@ from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.commits import read_commit, read_manifest
 from lastgood.storage.objects.folder import FolderClient
 from lastgood.storage.objects.format import (
+    BadVerdict,
     Commit,
     CommitName,
     Manifest,
@@ -58,6 +59,8 @@ def test_documents_come_back(manifest):
     assert UploadNote.decode(note.encode(), "here") == note
     told = UploadNote(ONE.name, 3, (), Part(f"{ONE.name.tag}-{'0' * 64}", 77))
     assert UploadNote.decode(told.encode(), "here") == told
+    verdict = BadVerdict(ONE.name, "loss is nan")
+    assert BadVerdict.decode(verdict.encode(), "here", ONE.name) == verdict
     assert b"part" not in note.encode()
     with pytest.raises(CorruptCheckpoint, match="no manifest"):
         UploadNote.decode(told.encode().replace(b",77]", b",0]"), "here")
@@ -107,8 +110,27 @@ def test_what_is_no_document_at_all(content):
     for kind in (Manifest, UploadNote):
         with pytest.raises(CorruptCheckpoint, match="here"):
             kind.decode(content, "here")
-    with pytest.raises(CorruptCheckpoint, match="here"):
-        Commit.decode(content, "here", ONE.name)
+    for named in (Commit, BadVerdict):
+        with pytest.raises(CorruptCheckpoint, match="here"):
+            named.decode(content, "here", ONE.name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"checkpoint": str(ONE.name._replace(step=8))}, "it is that on"),
+        ({"ok": True}, "and calls it good"),
+        ({"ok": 0}, "ok is 0"),
+        ({"reason": 5}, "reason is 5"),
+        ({"reason": None}, "it has no reason"),
+        ({"further": 1}, "'further' has no place in it"),
+        ({"kind": "upload"}, "no verdict of this format"),
+    ],
+)
+def test_each_rule_of_a_verdict(fields, told):
+    content = BadVerdict(ONE.name, "").encode()
+    with pytest.raises(CorruptCheckpoint, match=told):
+        BadVerdict.decode(changed(content, **fields), "here", ONE.name)
 
 
 def test_another_version_is_named(manifest):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lastgood.storage.objects.commits import retire
 from lastgood.storage.objects.folder import FolderClient
+from lastgood.storage.objects.format import BadVerdict
 from tests.storage.objects.support import plain_reader
 from tests.storage.objects.support.streams import Stream, save
 
@@ -28,6 +29,8 @@ def test_a_folder_is_read(tmp_path):
     save(client, *LATER)
     save(client, Stream((9,), step=5))
     retire(client, Stream((9,), step=5).name)
+    save(client, Stream((8,), step=6))
+    client.put(Stream((8,), step=6).name.verdict_key, BadVerdict(Stream((8,), step=6).name, "loss is nan").encode())
     keys = [(str(path.relative_to(tmp_path)), path.stat().st_size) for path in tmp_path.rglob("*") if path.is_file()]
     found = plain_reader.streams(plain_reader.newest(keys), lambda key: (tmp_path / key).read_bytes())
     assert found == [stream.content for stream in LATER]

@@ -73,6 +73,7 @@ class Beside:
         if self.tier is not None and not self._resumed:
             self._resumed = True
             self.tier.resume(store, store.everywhere())
+            store.on_verdict = self.tier.judged
 
     def durable(self, store: SlotStore, info: SlotInfo, decided: Decided | None) -> None:
         """A checkpoint counts; of several ranks, as they have `decided`. Never raises."""

@@ -9,6 +9,7 @@ from lastgood.errors import CorruptCheckpoint, NoCheckpoint
 from lastgood.storage.objects.client import ObjectClient, ObjectMissing
 from lastgood.storage.objects.commits import find_commits, read_commit
 from lastgood.storage.objects.format import CommitName
+from lastgood.storage.objects.judged import bad_verdicts
 from lastgood.storage.objects.kept_chunks import KeptChunks
 from lastgood.storage.objects.view import RemoteView
 
@@ -44,12 +45,13 @@ class RemoteJob:
             raise NoCheckpoint(
                 f"{self.client.place}: there is no checkpoint; nothing was committed there, or all of it was removed"
             )
-        return [self.checkpoint(name) for name in self.names]
+        bad = bad_verdicts(self.client, self.names)
+        return [self.checkpoint(name, bad.get(name)) for name in self.names]
 
-    def checkpoint(self, name: CommitName) -> JobCheckpoint:
-        """One of them; nothing is read yet."""
+    def checkpoint(self, name: CommitName, bad: str | None = None) -> JobCheckpoint:
+        """One of them, which was judged bad for a reason or not; nothing is read yet."""
         return JobCheckpoint(
-            self.client.place, name.incarnation, name.step, name.job_id, lambda: _parts_of(self.client, name)
+            self.client.place, name.incarnation, name.step, name.job_id, lambda: _parts_of(self.client, name), bad
         )
 
 

@@ -12,7 +12,8 @@ from lastgood.errors import CheckpointError, StorageError
 from lastgood.storage import SlotInfo, SlotView
 from lastgood.storage.objects.client import ObjectClient
 from lastgood.storage.objects.commits import find_base, find_commits, is_committed, retire, spared
-from lastgood.storage.objects.format import CommitName, Part
+from lastgood.storage.objects.format import BadVerdict, CommitName, Part
+from lastgood.storage.objects.judged import bad_verdicts
 from lastgood.storage.objects.sweep import SweepReport, sweep
 from lastgood.storage.objects.upload import PartUpload, commit_parts, told_parts, upload_slot
 from lastgood.storage.objects.view import RemoteView
@@ -20,7 +21,7 @@ from lastgood.storage.objects.view import RemoteView
 if TYPE_CHECKING:
     from lastgood.storage.verdicts import VerdictBook
 
-__all__ = ["Sent", "Sleep", "await_commit", "await_parts", "commit", "done", "send_part", "tidy"]
+__all__ = ["Sent", "Sleep", "await_commit", "await_parts", "commit", "done", "send_part", "tell_verdicts", "tidy"]
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0
 _MOST_NAMED = 8
@@ -153,26 +154,37 @@ def done(sent: Sent) -> None:
 def tidy(client: ObjectClient, job_id: bytes, keep: int, book: VerdictBook, *, orphans: bool) -> SweepReport:
     """Take away all but the newest `keep` checkpoints and the newest good one, and remove what nobody needs any more.
 
-    With `orphans` also what dead uploads left. `book` has the verdicts of rank 0. Raises as `sweep` does.
+    With `orphans` also what dead uploads left. The verdicts of rank 0 (`book`) are told. Raises as `sweep` does.
     """
     found = find_commits(client, job_id)
-    stays = spared(found, keep, _bad(client, found, book))
+    stays = spared(found, keep, tell_verdicts(client, found, book))
     for name in found:
         if name not in stays:
             retire(client, name)
     return sweep(client, orphans=orphans)
 
 
-def _bad(client: ObjectClient, found: Collection[CommitName], book: VerdictBook) -> list[CommitName]:
-    """Those that were judged bad, by their sequence and step; and what cannot be read, which is not good either."""
-    judged = {(sequence, verdict.step) for sequence, verdict in book.verdicts.items() if not verdict.ok}
-    view, bad = RemoteView(client), []
+def tell_verdicts(client: ObjectClient, found: Collection[CommitName], book: VerdictBook) -> set[CommitName]:
+    """Bring rank 0's verdicts to where its checkpoints are. Returns those of `found` that are bad by now.
+
+    What the book says counts; where it knows nothing, as on a new disk, what was told before stays. What cannot be read
+    is not good either. May be killed and repeated. Raises StorageError.
+    """
+    view, told, bad = RemoteView(client), bad_verdicts(client, found), set()
     for name in found:
         try:
-            if (view.look(name).sequence, name.step) in judged:
-                bad.append(name)
+            verdict = book.verdicts.get(view.look(name).sequence)
         except StorageError:
             raise
         except CheckpointError:
-            bad.append(name)
+            bad.add(name)
+            continue
+        if verdict is None or verdict.step != name.step:
+            bad.update({name} & set(told))
+        elif not verdict.ok:
+            bad.add(name)
+            if told.get(name) != verdict.reason:
+                client.put(name.verdict_key, BadVerdict(name, verdict.reason).encode())
+        elif name in told:
+            client.delete([name.verdict_key])
     return bad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -9,13 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lastgood.checkpointers.remote.sending import Sent, await_commit, await_parts, commit, done, send_part, tidy
+from lastgood.checkpointers.remote.sending import (
+    Sent,
+    await_commit,
+    await_parts,
+    commit,
+    done,
+    send_part,
+    tell_verdicts,
+    tidy,
+)
 from lastgood.checkpointers.remote.status import RemoteStatus, Which, read_status, write_status
 from lastgood.checkpointers.slots.follower import Follower
 from lastgood.errors import CheckpointError, ConfigError, LastgoodError, StorageError
 from lastgood.files import PRIVATE
 from lastgood.storage import SlotInfo, SlotView
 from lastgood.storage.objects.client import ObjectClient
+from lastgood.storage.objects.commits import find_commits
 from lastgood.storage.objects.format import CommitName
 from lastgood.storage.objects.opening import ObjectPlace
 from lastgood.units import format_bytes, format_seconds
@@ -40,7 +51,8 @@ class RemoteTier(Follower):
     Training never waits for it, and never sees an error of it. The checkpoint that is sent keeps its slot meanwhile.
     What cannot be sent (the place is away, or full) is given up after the retries of one request; the next one that is
     due is tried again. What did not change since the newest one there is not sent again. What a process was sending
-    when it ended, the next one goes on with, as long as its slot holds it (`resume`).
+    when it ended, the next one goes on with, as long as its slot holds it (`resume`). Bad verdicts are told there
+    (`judged`), since a new machine has no others.
 
     Of several ranks, each sends its part of the same checkpoint, and rank 0 commits. Rank 0 chooses which (`choose`),
     only while it sends none, and the ranks' agreement tells all of them with that checkpoint's fate. A part that does
@@ -100,6 +112,8 @@ class RemoteTier(Follower):
         self._promised_s: float | None = None
         self._put_off = False
         self._swept_s: float | None = None
+        self._judged: SlotView | None = None
+        """Whose verdicts have changed since they were told."""
 
     # -- for the checkpointer ----------------------------------------------------------------------------------------
 
@@ -116,6 +130,18 @@ class RemoteTier(Follower):
             if left is not None:
                 self._see(left)
                 self._take(view, left)
+            if view.book().verdicts:
+                self.judged(view)  # the last life may have ended before it was told
+
+    def judged(self, view: SlotView) -> None:
+        """A verdict of `view` has changed, and the place hears of it in the background. Never waits or raises."""
+        with self._changed:
+            if self._rank == 0 and self._status.committed is not None and not self._closed:
+                self._judged = view
+                try:
+                    self._begin()
+                except RuntimeError as error:
+                    self._log_once("verdicts", f"verdicts are not told: {error}")
 
     def choose(self, info: SlotInfo) -> bool:
         """On rank 0 of several: whether all ranks shall send this one, which all of them hold. Never raises."""
@@ -206,6 +232,16 @@ class RemoteTier(Follower):
         with self._changed:
             return self._waiting is not None
 
+    def _aside(self) -> Callable[[], None] | None:
+        return None if self._judged is None else self._tell
+
+    def _tell(self) -> None:
+        with self._changed:
+            view, self._judged = self._judged, None
+        if view is not None and self._status.job_id:
+            with contextlib.closing(self.objects.open()) as client:
+                tell_verdicts(client, find_commits(client, bytes.fromhex(self._status.job_id)), view.book())
+
     def _follow(self, view: SlotView, info: SlotInfo) -> None:
         which = Which.of(info, self._durable_s.get(info.sequence, time.time()))
         self._note(sending=which)
@@ -270,6 +306,8 @@ class RemoteTier(Follower):
         """What fails here is told, and tried again after the next commit: the checkpoint itself is there."""
         now_s = time.monotonic()
         orphans = self._swept_s is None or now_s - self._swept_s > _ORPHANS_S
+        with self._changed:
+            self._judged = None  # before the book is read
         try:
             tidy(client, job_id, self.keep, view.book(), orphans=orphans)
         except CheckpointError as error:

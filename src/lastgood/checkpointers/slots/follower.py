@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,6 +74,10 @@ class Follower(ABC):
         self._closed = False
         self._kinds_logged: set[str] = set()
 
+    def _aside(self) -> Callable[[], None] | None:
+        """Something else to do while no checkpoint waits; what it raises is logged. Called with `_changed` held."""
+        return None
+
     @abstractmethod
     def _follow(self, view: SlotView, info: SlotInfo) -> None:
         """Do it, in the thread; the slot stays as long as it holds it (`SlotView.hold`). What it raises is counted."""
@@ -127,15 +132,18 @@ class Follower(ABC):
                 f"{info.step} was due before its turn had come; {self.advice}",
             )
         self._waiting = (view, info)
+        try:
+            self._begin()
+        except RuntimeError as error:
+            self._waiting = None
+            self._fail(info, error)
+
+    def _begin(self) -> None:
+        """The thread, if there is none. Raises RuntimeError: no more threads, or the interpreter is ending."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # no more threads, or the interpreter is ending
-                self._waiting = None
-                self._fail(info, error)
-            else:
-                self._thread = thread
+            thread.start()
+            self._thread = thread
 
     def _sleep(self, seconds: float) -> None:
         """For the thread. Raises WaitTimeout once it is given up."""
@@ -169,12 +177,21 @@ class Follower(ABC):
             os.setpriority(os.PRIO_PROCESS, own, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
         while True:
             with self._changed:
-                if self._waiting is None:
+                aside = self._aside() if self._waiting is None else None
+                if self._waiting is not None:
+                    (view, info), self._waiting = self._waiting, None
+                    self._current = info
+                elif aside is None:
                     self._current = self._thread = None
                     self._changed.notify_all()
                     return
-                (view, info), self._waiting = self._waiting, None
-                self._current = info
+            if aside is not None:
+                try:
+                    aside()
+                except Exception as error:
+                    with self._changed:
+                        self._log_once(f"aside {type(error).__name__}", f"{type(error).__name__}: {error}")
+                continue
             try:
                 self._follow(view, info)
             except Exception as error:  # this thread has no caller: counts and log carry the failure

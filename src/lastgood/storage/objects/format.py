@@ -21,11 +21,14 @@ __all__ = [
     "MOST_COMMIT_BYTES",
     "MOST_MANIFEST_BYTES",
     "MOST_UPLOAD_BYTES",
+    "MOST_VERDICT_BYTES",
     "RETIRED",
     "SEGMENTS",
     "SEGMENT_BYTES",
     "SWEEPS",
     "UPLOADS",
+    "VERDICTS",
+    "BadVerdict",
     "Commit",
     "CommitName",
     "Manifest",
@@ -50,17 +53,19 @@ MOST_MANIFEST_BYTES = 64 * MIB
 MOST_COMMIT_BYTES = 128 * MIB
 """Enough for the ranks of the largest job (`MAX_WORLD_SIZE`)."""
 MOST_UPLOAD_BYTES = 64 << 10
+MOST_VERDICT_BYTES = 8 << 10
 _MOST_BASES = 64
 _MOST_COST, _BESIDE_BYTES = 4, 64 << 10
 """Memory for what a document says: so many times its bytes, and this."""
 
-SEGMENTS, MANIFESTS, COMMITS, RETIRED, UPLOADS, SWEEPS = (
+SEGMENTS, MANIFESTS, COMMITS, RETIRED, UPLOADS, SWEEPS, VERDICTS = (
     "segments",
     "manifests",
     "commits",
     "retired",
     "uploads",
     "sweeps",
+    "verdicts",
 )
 """What keys begin with."""
 
@@ -94,6 +99,11 @@ class CommitName(NamedTuple):
     def retired_key(self) -> str:
         """Of a copy of its commit, which says what may be removed."""
         return f"{RETIRED}/{self}"
+
+    @property
+    def verdict_key(self) -> str:
+        """Of what says that it was judged bad."""
+        return f"{VERDICTS}/{self}"
 
     @property
     def uploads(self) -> str:
@@ -304,6 +314,28 @@ class UploadNote:
         return cls(name, rank, tuple(base for base in bases if base is not None), part)
 
 
+@dataclass(frozen=True)
+class BadVerdict:
+    """That a checkpoint was judged bad. There is none of one that is good: what is taken back is removed."""
+
+    name: CommitName
+    reason: str
+
+    def encode(self) -> bytes:
+        """The content of its object."""
+        return _document("verdict", {"checkpoint": str(self.name), "ok": False, "reason": self.reason})
+
+    @classmethod
+    def decode(cls, content: bytes, where: str, name: CommitName) -> BadVerdict:
+        """Read that on a checkpoint. Raises CorruptCheckpoint, MismatchError for another version."""
+        found = _Reader(content, where, "verdict", MOST_VERDICT_BYTES)
+        named, ok, reason = found.text("checkpoint"), found.flag("ok"), found.text("reason")
+        found.end()
+        if named != str(name) or ok:
+            raise found.wrong(f"it is that on {named[:80]!r}, and calls it {'good' if ok else 'bad'}")
+        return cls(name, reason)
+
+
 _NUMBERS = (
     "step",
     "incarnation",
@@ -354,6 +386,12 @@ class _Reader:
     def text(self, name: str) -> str:
         value = self._take(name)
         if not isinstance(value, str):
+            raise self.wrong(f"{name} is {value!r:.40}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._take(name)
+        if not isinstance(value, bool):
             raise self.wrong(f"{name} is {value!r:.40}")
         return value
 

@@ -26,7 +26,7 @@ __all__ = ["LEAST_GUARD_S", "Leftover", "Leftovers", "clean"]
 LEAST_GUARD_S = 2 * BEAT_S
 """Lastgood's own uploads give a sign of life each hour; none is taken for dead before."""
 _OURS = re.compile(
-    r"(?:(.*)/)?(?:(?:commits|retired)/[0-9a-f]{32}/[0-9]{20}-[0-9]{20}"
+    r"(?:(.*)/)?(?:(?:commits|retired|verdicts)/[0-9a-f]{32}/[0-9]{20}-[0-9]{20}"
     r"|uploads/[0-9a-f]{32}/[0-9]{20}-[0-9]{20}/[0-9]{7}-[0-9a-f]{16}"
     r"|(?:segments|manifests)/[0-9a-f]{2}/[0-9a-f]{16}-[0-9a-f]{64})",
     re.DOTALL,

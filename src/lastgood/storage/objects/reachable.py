@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lastgood.errors import CorruptCheckpoint, MismatchError, StorageError
@@ -11,6 +12,7 @@ from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.client import ObjectClient, ObjectMissing
 from lastgood.storage.objects.commits import commits_of, names_of_job, read_commit
 from lastgood.storage.objects.format import CommitName
+from lastgood.storage.objects.judged import bad_verdicts
 from lastgood.storage.objects.opening import ObjectPlace, open_objects
 from lastgood.storage.objects.view import RemoteView
 from lastgood.storage.verdicts import Verdict, VerdictBook
@@ -39,6 +41,8 @@ class Reachable:
     """Incarnation and step, of uploads in progress too, and of what was taken away."""
     sequence: int = 0
     """The highest that is known of this rank's parts."""
+    judged: Mapping[CommitName, str] = field(default_factory=dict)
+    """Which of them were judged bad, and why, as is known there."""
     trouble: str = ""
     """Why it could not be looked at."""
     _by_identity: dict[tuple[int, int], CommitName] = field(default_factory=dict, compare=False, repr=False)
@@ -51,18 +55,16 @@ class Reachable:
         return self._by_identity.get(identity)
 
     def bad(self, book: VerdictBook, name: CommitName) -> Verdict | None:
-        """The bad verdict that the disk's book has on a checkpoint here, if there is one."""
-        of_step = {
-            sequence: verdict
-            for sequence, verdict in book.verdicts.items()
-            if not verdict.ok and verdict.step == name.step
-        }
-        if not of_step or self.view is None:
-            return None
-        try:
-            return of_step.get(self.view.look(name).sequence)
-        except (CorruptCheckpoint, StorageError):
-            return None  # nor can it be restored
+        """The bad verdict on a checkpoint here, if there is one: the disk's book knows it first, and counts more."""
+        told = self.judged.get(name)
+        verdict = None if told is None else Verdict(name.step, False, told)
+        of_step = {sequence: one for sequence, one in book.verdicts.items() if one.step == name.step}
+        if of_step and self.view is not None:
+            try:
+                verdict = of_step.get(self.view.look(name).sequence, verdict)
+            except (CorruptCheckpoint, StorageError):
+                return None  # nor can it be restored
+        return None if verdict is None or verdict.ok else verdict
 
 
 def look_at_place(place: ObjectPlace, world: tuple[int, int], disk: bytes | None) -> Reachable:
@@ -120,4 +122,4 @@ def _look(client: ObjectClient, world: tuple[int, int]) -> Reachable:
         except (CorruptCheckpoint, ObjectMissing):
             continue  # an older one tells it as well
     highest = max((name.incarnation, name.step) for name in taken)
-    return Reachable(client.place, None, tuple(names), job_id, highest, sequence)
+    return Reachable(client.place, None, tuple(names), job_id, highest, sequence, bad_verdicts(client, names))

@@ -24,6 +24,7 @@ from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.client import ObjectClient, ObjectExists, ObjectInfo, ObjectMissing
 from lastgood.storage.objects.commits import commits_of, read_manifest
 from lastgood.storage.objects.format import Commit, CommitName, UploadNote, object_key
+from lastgood.storage.objects.judged import list_verdicts
 
 __all__ = ["GRACE_S", "GUARD_S", "SweepReport", "server_time", "sweep"]
 
@@ -117,6 +118,10 @@ def sweep(
     if not dry_run:
         # What says that something is unneeded goes last, so that a sweep that is killed can be repeated.
         _delete(client, [*over, *(name.retired_key for name in expired)])
+        # A verdict comes after its commit: one that is older than the listing of these is on one of them, or on none.
+        there = {name for name, info in commits.items() if info.nbytes}
+        verdicts = list(list_verdicts(client))
+        _delete(client, [info.key for name, info in verdicts if name not in there and _before(info, now_s)])
         if orphans:
             _forget(client, commits, removed, notes, now_s)
     return report
@@ -131,6 +136,10 @@ def server_time(client: ObjectClient) -> float:
     if info is None:
         raise StorageError(f"{client.where(key)}: was put and is not there; this store cannot be swept")
     return info.modified_s
+
+
+def _before(info: ObjectInfo, now_s: float) -> bool:
+    return info.modified_s < now_s - _CLOCK_STEP_S
 
 
 def _notes(client: ObjectClient) -> dict[CommitName, list[tuple[ObjectInfo, UploadNote]]]:

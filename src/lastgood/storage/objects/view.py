@@ -27,10 +27,11 @@ from lastgood.storage.objects import format as objects
 from lastgood.storage.objects.client import ObjectClient, ObjectInfo, ObjectMissing
 from lastgood.storage.objects.commits import commits_of, find_commits, names_of_job, read_commit, read_manifest
 from lastgood.storage.objects.format import Commit, CommitName, Manifest, UploadNote, object_key
+from lastgood.storage.objects.judged import bad_verdicts
 from lastgood.storage.objects.kept_chunks import KeptChunks
 from lastgood.storage.objects.upload import chunk_checksum
 from lastgood.storage.reader import READ_THREADS, READ_TIMEOUT_S, SlotInfo, SlotState, SlotStatus, SlotView
-from lastgood.storage.verdicts import VerdictBook
+from lastgood.storage.verdicts import Verdict, VerdictBook
 from lastgood.units import MIB
 
 __all__ = ["RemoteInfo", "RemotePath", "RemoteRead", "RemoteStatus", "RemoteView"]
@@ -228,8 +229,16 @@ class RemoteView(SlotView):
                 _log.warning("%s", error)
 
     def book(self) -> VerdictBook:
-        """One that knows of no verdict: they are kept on the disk of the training."""
-        return VerdictBook(self.directory, kept=False)
+        """What was judged bad, as is known here. Counts of restarts are kept on the disk of the training only."""
+        book = VerdictBook(self.directory, kept=False)
+        try:
+            for name, reason in bad_verdicts(self.client, self.names()).items():
+                with contextlib.suppress(CorruptCheckpoint, ObjectMissing):  # `statuses` says so
+                    book.verdicts[self.look(name).sequence] = Verdict(name.step, False, reason)
+        except StorageError as error:
+            # As on a disk: complete checkpoints are worth more than what is known of them.
+            _log.warning("%s; no verdict on any checkpoint is known", error)
+        return book
 
     def global_commit(self) -> GlobalCommit | None:
         """None: a commit here is one of all ranks."""

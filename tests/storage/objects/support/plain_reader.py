@@ -26,9 +26,12 @@ TABLE = [_entry(number) for number in range(256)]
 
 
 def newest(keys: Iterable[tuple[str, int]]) -> str:
-    """The key of the newest commit."""
+    """The key of the newest commit that was not judged bad."""
     shape = re.compile(r"commits/[0-9a-f]{32}/[0-9]{20}-[0-9]{20}")
-    return max(key for key, size in keys if size and shape.fullmatch(key))
+    found = dict(keys)
+    return max(
+        key for key, size in found.items() if size and shape.fullmatch(key) and f"verdicts{key[7:]}" not in found
+    )
 
 
 def streams(key: str, get: Callable[[str], bytes]) -> list[bytes]:
