@@ -338,3 +338,16 @@ def test_one_cell_that_nobody_could_measure_does_not_make_all_bars_small(tmp_pat
     assert triangle.get_ydata()[0] == top
     ends = [y for lines in axes.collections if lines.get_zorder() == 8 for y in lines.get_segments()[0][:, 1]]
     assert max(ends) > top  # the whisker leaves the picture
+
+
+def test_a_cell_that_nobody_could_measure_is_pale_and_has_no_share(tmp_path: Path) -> None:
+    records = [
+        make_paired("none", ratios=[1, 1, 1]),
+        make_paired("sync", 10, [0.5, 0.51, 0.52], proof=True),
+        make_paired("gpm", 10, [0.5, 1.2, 0.9], proof=True, ended_by="budget", disturbed=[0, 1, 2]),
+    ]
+    figure = draw_throughput(read_tidy(csv_of(tmp_path, records)))
+    texts = shown(figure)
+    assert any(text.endswith("\n?") for text in texts) and "all pairs disturbed" in texts
+    solid = [bar for bar in figure.axes[0].patches if bar.get_alpha() is None and bar.get_fill() and bar.get_height()]
+    assert len(solid) == 1  # that of sync

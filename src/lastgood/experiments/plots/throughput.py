@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -63,6 +63,11 @@ class _Cell:
     none: float
     """Throughput without checkpoints beside it, in iterations per second; of interest with `pairs` only."""
 
+    @property
+    def unknown(self) -> bool:
+        """Whether others disturbed all of it."""
+        return self.pairs is not None and self.pairs.ratio.says_nothing
+
 
 def _cells(frame: pd.DataFrame) -> dict[tuple[str, int], _Cell]:
     """By system and interval."""
@@ -110,21 +115,19 @@ def _cell(runs: pd.DataFrame) -> _Cell:
         hatch += _HATCH_WRONG
     elif not runs["proof_equal"].map(is_true).any():
         hatch += _HATCH_UNPROVED
-    pairs = of_pairs(runs)
-    if pairs is not None and pairs.ratio.says_nothing:
-        hatch += _HATCH_DISTURBED
     values = [float(value) for value in runs.sort_values("repetition")["iterations_per_s"]]
     median = float(runs["iterations_per_s"].median())
     published = runs["paper_slowdown"].dropna()
-    return _Cell(
+    cell = _Cell(
         values,
         median,
         min(median, float(runs["durable_iterations_per_s"].median())),
         hatch,
         float(published.iloc[0]) if len(published) else None,
-        pairs,
+        of_pairs(runs),
         float(runs["none_iterations_per_s"].median()),
     )
+    return replace(cell, hatch=hatch + _HATCH_DISTURBED) if cell.unknown else cell
 
 
 def _set_x_axis(axes: Axes, intervals: Sequence[int], systems: int, axes_width_pt: float) -> float:
@@ -176,7 +179,9 @@ def _draw_cells(
             if cell is None:
                 continue
             drawn = 0.9 * bar_width
-            draw_bar(axes, x, drawn, cell.median, cell.durable, style.colour, cell.hatch)
+            # What nobody could measure is pale: it must not look like a result.
+            solid = 0.0 if cell.unknown else cell.durable
+            draw_bar(axes, x, drawn, cell.median, solid, style.colour, cell.hatch)
             if cell.pairs is not None:
                 draw_pair_interval(axes, x, 0.2 * drawn, cell.pairs, cell.none.__mul__, limits=axes.get_ylim())
                 continue
@@ -191,7 +196,9 @@ def _draw_cells(
 def _number_text(cell: _Cell) -> str:
     """The number under a bar; and its share of training without checkpoints, if that was measured beside it."""
     rate = _three_digits(cell.median)
-    return rate if cell.pairs is None else f"{rate}\n{cell.pairs.ratio.middle:.0%}"
+    if cell.pairs is None:
+        return rate
+    return f"{rate}\n?" if cell.unknown else f"{rate}\n{cell.pairs.ratio.middle:.0%}"
 
 
 def _three_digits(value: float) -> str:
