@@ -113,7 +113,7 @@ def test_offline_takes_what_the_other_machine_lacks():
     done = offline("--python", "3.12", "--extras", "cli,test", "--have", "torch,cmake")
     names = {line.partition("==")[0] for line in done.stdout.splitlines()}
     # Extras and what they need, what the core needs, and what builds it.
-    assert {"typer", "click", "pytest", "pluggy", "pydantic", "pydantic-core", "safetensors", "nanobind"} <= names
+    assert {"typer", "rich", "pytest", "pluggy", "pydantic", "pydantic-core", "safetensors", "nanobind"} <= names
     # What only torch needs is there with it.
     assert not {"torch", "lastgood", "sympy", "networkx", "cmake", "snakemake"} & names
     assert {"nanobind", "ninja", "scikit-build-core"} == {line for line in done.stdout.splitlines() if "==" not in line}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lastgood.checkpointers.registry import checkpointer_names
 from lastgood.errors import LastgoodError
-from lastgood.experiments.plots.canvas import partial_text, read_tidy
+from lastgood.experiments.plots.canvas import _MARKS, mark_handles, partial_text, read_tidy
 from lastgood.experiments.plots.captions import throughput_caption
 from lastgood.experiments.plots.throughput import draw_throughput, plot_throughput
 from lastgood.experiments.records.run import RunRecord
@@ -351,3 +351,10 @@ def test_a_cell_that_nobody_could_measure_is_pale_and_has_no_share(tmp_path: Pat
     assert any(text.endswith("\n?") for text in texts) and "all pairs disturbed" in texts
     solid = [bar for bar in figure.axes[0].patches if bar.get_alpha() is None and bar.get_fill() and bar.get_height()]
     assert len(solid) == 1  # that of sync
+
+
+@pytest.mark.parametrize("mark", sorted(_MARKS))
+def test_every_sign_can_be_a_marker_of_the_legend(mark: str) -> None:
+    (handle,) = mark_handles({mark})
+    path = handle.get_marker(), handle._marker.get_path()
+    assert path[1].vertices.size, path

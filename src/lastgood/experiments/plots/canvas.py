@@ -269,6 +269,8 @@ _MARKS = {
     "~": "all pairs disturbed",
 }
 """Signs at points whose number needs a caveat."""
+_TEX = {"~": r"\sim"}
+"""In the mathematics that a marker is, it would be a blank, of which no marker can be made."""
 
 
 def mark_of(runs: pd.DataFrame) -> str:
@@ -286,7 +288,7 @@ def mark_of(runs: pd.DataFrame) -> str:
 def mark_handles(marks: set[str]) -> list[Any]:
     """Legend entries for the signs that were drawn."""
     return [
-        Line2D([], [], linestyle="none", marker=f"${mark}$", markersize=6, color=INK, label=meaning)
+        Line2D([], [], linestyle="none", marker=f"${_TEX.get(mark, mark)}$", markersize=6, color=INK, label=meaning)
         for mark, meaning in _MARKS.items()
         if mark in marks
     ]
