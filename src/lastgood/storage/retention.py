@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from typing_extensions import Self
-
 from lastgood.errors import CheckpointError
 from lastgood.files import ReadableBy
 from lastgood.storage import format as fmt
@@ -60,7 +58,7 @@ class Retention(SlotView, ABC):
         self._newest_noted = -1
         self._reached = -1
         """The highest step that an earlier incarnation of the job had a checkpoint of."""
-        self.on_verdict: Callable[[Self], None] | None = None
+        self.on_verdict: Callable[[Retention], None] | None = None
         """Called after each verdict, with this store; it must return at once, and never raise."""
         self._origin: int | None = None
         """Sequence of the checkpoint that this incarnation began at, until it has got further than any before it."""

@@ -119,9 +119,9 @@ def sweep(
         # What says that something is unneeded goes last, so that a sweep that is killed can be repeated.
         _delete(client, [*over, *(name.retired_key for name in expired)])
         # A verdict comes after its commit: one that is older than the listing of these is on one of them, or on none.
-        there = {name for name, info in commits.items() if info.nbytes}
+        present = {name for name, info in commits.items() if info.nbytes}
         verdicts = list(list_verdicts(client))
-        _delete(client, [info.key for name, info in verdicts if name not in there and _before(info, now_s)])
+        _delete(client, [info.key for name, info in verdicts if name not in present and _before(info, now_s)])
         if orphans:
             _forget(client, commits, removed, notes, now_s)
     return report
