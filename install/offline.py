@@ -58,6 +58,12 @@ def closure(roots: list[tuple[str, tuple[str, ...]]], python: str, without: set[
     return names
 
 
+def is_pure(name: str) -> bool:
+    """Whether the installed distribution is Python only, so that its wheel is one for all machines."""
+    described = importlib.metadata.distribution(name).read_text("WHEEL") or ""
+    return "Root-Is-Purelib: true" in described and "-none-any" in described
+
+
 def main() -> None:
     """Read the options and fill the folder."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,13 +91,19 @@ def main() -> None:
         print("\n".join([*wanted, *building]))
         return
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--only-binary=:all:"]
-    pip += [f"--python-version={chosen.python}", *(f"--platform=manylinux_{glibc}_{chosen.arch}" for glibc in GLIBC)]
-    pip += ["--dest", str(chosen.folder)]
-    # What builds is in no environment: pip makes one for each build, so it follows these needs itself.
-    for packages in (["--no-deps", *wanted], ["--constraint", str(CONSTRAINTS), *building]):
-        if subprocess.run([*pip, *packages], check=False).returncode:
-            sys.exit(f"pip could not download all of it; its message is above. What {chosen.folder} has stays there")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    into = ["--dest", str(chosen.folder), "--only-binary=:all:", f"--python-version={chosen.python}"]
+    into += [f"--platform=manylinux_{glibc}_{chosen.arch}" for glibc in GLIBC]
+    pure = [name for name in wanted if is_pure(name.partition("==")[0])]
+    for command in (
+        # Of some there is only a source, whose wheel can be made here since it is the same for every machine.
+        ["wheel", "--no-deps", "--wheel-dir", str(chosen.folder), *pure],
+        ["download", "--no-deps", *into, *sorted(set(wanted) - set(pure))],
+        # What builds is in no environment: pip makes one for each build, so it follows these needs itself.
+        ["download", "--constraint", str(CONSTRAINTS), *into, *building],
+    ):
+        if subprocess.run([*pip, *command], check=False).returncode:
+            sys.exit(f"pip could not get all of it; its message is above. What {chosen.folder} has stays there")
     count = len(list(chosen.folder.glob("*.whl")))
     print(f"{count} wheels in {chosen.folder}. There, in this checkout: bash install.sh --system-torch --wheels FOLDER")
 
