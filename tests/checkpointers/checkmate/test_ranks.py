@@ -303,13 +303,13 @@ def test_ranks_that_send_a_part_each(written, pool):
     assert watched["sent_bytes"] < 0.8 * alone["sent_bytes"]  # gradients in halves; seeds are rank 0's alone
 
 
-def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):
+def killed_and_restored(seed, pool, victims, shadows, directory, **made):
     job, knobs = str(directory / "job"), knobs_of(shadows)
     chance = random.Random(seed)
-    plain = pool.run(2, "train", steps=STEPS, optimizer=optimizer)
+    plain = pool.run(2, "train", steps=STEPS, **made)
     for rank in range(2):
         asked = {"work": "train_until_killed", "rank": rank, "world": 2, "meeting": str(directory / f"meet-{seed}")}
-        victims.send(rank, asked | {"knobs": knobs, "directory": job, "most": STEPS - 1, "optimizer": optimizer})
+        victims.send(rank, asked | {"knobs": knobs, "directory": job, "most": STEPS - 1, **made})
     observer = Checkmate(job, **knobs)
     reached, deadline = 0, time.monotonic() + 120
     while reached < 4:
@@ -321,7 +321,7 @@ def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):
     for rank in chance.sample(range(2), 2):
         victims.processes[rank].kill()
         time.sleep(chance.uniform(0, 0.02))
-    rest = pool.run(2, "train", steps=STEPS, knobs=knobs, directory=job, restore=True, optimizer=optimizer)
+    rest = pool.run(2, "train", steps=STEPS, knobs=knobs, directory=job, restore=True, **made)
     for rank in range(2):
         assert 4 <= rest[rank]["restored"] < STEPS
         expected = {step: loss for step, loss in plain[rank]["losses"].items() if step in rest[rank]["losses"]}
@@ -330,10 +330,40 @@ def killed_and_restored(seed, pool, victims, shadows, directory, optimizer):
 
 
 def test_killed_at_any_instant_it_goes_on_as_if_nothing_had_been(pool, victims, shadows, tmp_path):
-    killed_and_restored(1, pool, victims, shadows, tmp_path, "adamw")
+    killed_and_restored(1, pool, victims, shadows, tmp_path, optimizer="adamw")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_killed_at_many_instants(seed, pool, victims, shadows, tmp_path):
-    killed_and_restored(seed, pool, victims, shadows, tmp_path, ["sgd", "adamw", "adamw fused"][seed % 3])
+    optimizer = ["sgd", "adamw", "adamw fused"][seed % 3]
+    killed_and_restored(seed, pool, victims, shadows, tmp_path, optimizer=optimizer)
+
+
+def needs_two_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw fused"])
+def test_shadows_of_two_devices_hold_their_bits(optimizer, pool, shadows, tmp_path):
+    needs_two_devices()
+    made = {"optimizer": optimizer, "device": "cuda"}
+    job, knobs = str(tmp_path / "job"), knobs_of(shadows)
+    plain = pool.run(2, "train", steps=200, **made)
+    live = pool.run(2, "train", steps=200, knobs=knobs, directory=job, **made)
+    held = pool.run(2, "restore_only", knobs=knobs, directory=job, **made)
+    for rank in range(2):
+        assert live[rank]["outcomes"] == ["durable"] * 200, live[rank]["errors"]
+        assert live[rank]["facts"]["diverged"] == live[rank]["facts"]["torn"] == 0
+        assert (held[rank]["step"], held[rank]["digest"]) == (200, live[rank]["digest"])
+        assert live[rank]["losses"] == plain[rank]["losses"]
+        assert live[rank]["digest"] == plain[rank]["digest"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("seed", "optimizer"), [(1, "sgd"), (2, "adamw")])
+def test_two_devices_go_on_after_a_kill(seed, optimizer, pool, victims, shadows, tmp_path):
+    needs_two_devices()
+    killed_and_restored(seed, pool, victims, shadows, tmp_path, optimizer=optimizer, device="cuda")
