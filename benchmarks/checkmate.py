@@ -43,19 +43,18 @@ BYTES_PER_PARAMETER = 12
 
 
 class Ranks:
-    """The trainers, as processes that answer in lines of JSON."""
+    """The trainers, as processes of `script` that answer in lines of JSON."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, plan: dict[str, Any], script: str = "checkmate_rank.py") -> None:
         path = folder / "plan.json"
         path.write_text(json.dumps(plan))
-        script = str(Path(__file__).with_name("checkmate_rank.py"))
         self._logs = [folder / f"rank-{rank}.log" for rank in range(plan["ranks"])]
         self._answers: list[queue.Queue[str]] = []
         self._processes = []
         for rank, log in enumerate(self._logs):
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [sys.executable, script, str(path), str(rank)],
+                    [sys.executable, str(Path(__file__).with_name(script)), str(path), str(rank)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=file,
