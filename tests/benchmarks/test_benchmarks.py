@@ -247,6 +247,36 @@ def test_checkmate(disk: Path) -> None:
 
 
 @pytest.mark.slow
+def test_data_parallel(disk: Path) -> None:
+    done = run(disk, "data_parallel", "--quick", "--rounds", "2", "--device", "cpu")
+    found = results_of(disk, done, "data_parallel")
+    assert [item["goal"] for item in found["comparisons"]] == [0.97, None]
+    assert all(len(item["our_values"]) == len(item["their_values"]) == 2 for item in found["comparisons"])
+    for ranks in found["results"].values():
+        assert len(ranks) == 2
+        for rank in ranks:
+            assert rank["restored_equal"] and set(rank["outcomes"]) == {"durable"}, rank["errors"]
+    gemini = found["results"]["gemini-4"][0]["facts"]
+    assert gemini["profiled_gaps_s"] and gemini["communication_s"]["without_checkpoint_traffic"] > 0
+
+
+@pytest.mark.slow
+def test_two_gpus_without_any(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [sys.executable, str(BENCHMARKS / "two_gpus.py"), "--out", str(out), "--only", "3"]
+    done = subprocess.run([*words, "--budget-s", "120"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "item-3.json").read_text())
+    between = found["steps"][0]
+    assert between["name"] == "flowcheck-between" and between["passed"] and not between["cut"]
+    assert {test["outcome"] for test in between["found"]} == {"passed"}
+    assert "3. FlowCheck" in (out / "summary.txt").read_text()
+    # A step that has no time left is not begun, and says so.
+    done = subprocess.run([*words, "--budget-s", "1"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1 and "not begun: the time was over" in done.stdout
+
+
+@pytest.mark.slow
 def test_checkmate_with_two_ranks_and_a_rank_that_fails(disk: Path) -> None:
     short = ["--quick", "--rounds", "1", "--policies", "drop", "--faults", "stopped"]
     done = run(disk, "checkmate", *short, "--ranks", "2")
