@@ -41,6 +41,7 @@ GRACE_S = 10.0
 """For a step to write what it has found, once it was interrupted."""
 IN_OWN_NETWORK, FACTS = "--in-own-network", "--facts"
 """What this script is told when it starts itself."""
+_TAIL = 1500
 _NEW_NETWORK = 0x40000000
 _SET_FLAGS, _UP = 0x8914, 0x1 | 0x40
 
@@ -81,6 +82,8 @@ class Done:
     found: Any = None
     rows: list[str] = field(default_factory=list)
     """What the table says of it."""
+    tail: str = ""
+    """The end of its log, if it did not pass."""
 
     @property
     def passed(self) -> bool:
@@ -181,7 +184,8 @@ class Running:
 
     def __init__(self, step: Step, log: Path, limit_s: float) -> None:
         self.step = step
-        self._log: IO[bytes] = log.open("wb")
+        self.log = log
+        self._output: IO[bytes] = log.open("wb")
         self._began = time.monotonic()
         self._deadline = self._began + limit_s
         self._limit_s = limit_s
@@ -189,7 +193,7 @@ class Running:
         self._process = subprocess.Popen(
             step.words,
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             env=environment,
@@ -215,7 +219,7 @@ class Running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
-        self._log.close()
+        self._output.close()
 
 
 def run_steps(steps: Sequence[Step], out: Path, number: int, deadline: float) -> Iterator[Done]:
@@ -235,6 +239,8 @@ def run_steps(steps: Sequence[Step], out: Path, number: int, deadline: float) ->
                     if (done := one.ended()) is not None:
                         running.remove(one)
                         look_at(done)
+                        if not done.passed:
+                            done.tail = one.log.read_text(errors="replace")[-_TAIL:]
                         yield done
                 time.sleep(0.1)
         finally:
@@ -392,6 +398,7 @@ def as_json(done: Done) -> dict[str, Any]:
         "cut": done.cut,
         "wall_s": round(done.wall_s, 1),
         "rows": done.rows,
+        "tail": done.tail,
         "found": done.found,
     }
 
@@ -401,7 +408,7 @@ def table(number: int, title: str, steps: Sequence[Done]) -> str:
     lines = [f"{number}. {title}"]
     for done in steps:
         lines.append(f"   {'passed' if done.passed else 'FAILED'} {done.step.name} ({done.wall_s:.0f} s)")
-        lines += [f"          {row}" for row in done.rows]
+        lines += [f"          {row}" for row in (*done.rows, *done.tail.splitlines())]
     return "\n".join(lines)
 
 
