@@ -96,8 +96,9 @@ class Done:
 class Plan:
     """The items, for a machine with two GPUs or for one without."""
 
-    def __init__(self, folder: Path, *, gpus: bool, splits_network: bool) -> None:
+    def __init__(self, folder: Path, logs: Path, *, gpus: bool, splits_network: bool) -> None:
         self._folder = folder
+        self._logs = logs
         self._gpus = gpus
         self._splits = splits_network
         self._device = "cuda" if gpus else "cpu"
@@ -172,7 +173,7 @@ class Plan:
             uri = own_scratch() / str(turn)
             command = [sys.executable, "-m", "lastgood", "dcp", "save-and-load", "--uri", str(uri), "--model", *model]
             command += ["--backend", backend, "--fsdp", "2", "--world-size", "2", "--storage", *sides[name], *times]
-            command += ["--record", str(record), "--logs", str(self._folder / "dcp-logs")]
+            command += ["--record", str(record), "--logs", str(self._logs)]
             yield Step(f"dcp-{name}-{turn}", command, 60, record, "dcp")
 
 
@@ -432,7 +433,7 @@ def main() -> int:
     failed = False
     try:
         write(out / "machine.json", machine)
-        plan = Plan(scratch, gpus=gpus, splits_network=gpus and networks_can_be_split())
+        plan = Plan(scratch, out / "dcp-logs", gpus=gpus, splits_network=gpus and networks_can_be_split())
         items = plan.items()
         for number in ORDER:
             if number not in wanted:
