@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import queue
 import signal
 import time
 
@@ -12,7 +11,7 @@ import torch
 
 from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from tests.checkpointers.support.rank_pool import RankPool
-from tests.support.patience import PATIENCE
+from tests.support.patience import wait_until
 
 STEPS, KILLED_AT = 60, 33
 NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
@@ -108,9 +107,12 @@ def losses_of(pool, rank):
 
 def wait_for_the_kill(victims):
     """Until rank 1 is gone, by its own hand and in no other way."""
-    try:
-        said = victims.answers[1].get(timeout=120 * PATIENCE)  # "" at its end
-    except queue.Empty:
-        said = "it lives on"
+    process, answers = victims.processes[1], victims.answers[1]
+    wait_until(
+        lambda: process.poll() is not None or not answers.empty(),
+        lambda: f"rank 1 to die: {victims.errors[1].read_text()[-3000:]}",
+        120,
+    )
+    said = "" if answers.empty() else answers.get()
     assert said == "", f"{said} {victims.errors[1].read_text()[-3000:]}"
-    assert victims.processes[1].wait(60) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
