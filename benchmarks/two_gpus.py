@@ -171,6 +171,7 @@ class Plan:
         for turn, name in enumerate((*sides, *reversed(sides))):
             record = self._folder / f"dcp-{turn}-{name}.json"
             uri = own_scratch() / str(turn)
+            uri.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "lastgood", "dcp", "save-and-load", "--uri", str(uri), "--model", *model]
             command += ["--backend", backend, "--fsdp", "2", "--world-size", "2", "--storage", *sides[name], *times]
             command += ["--record", str(record), "--logs", str(self._logs)]
