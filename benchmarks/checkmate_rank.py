@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training_state import LinearTraining
 
 from lastgood.checkpointers.checkmate.system import Checkmate
-from lastgood.processes import die_with_parent
+from lastgood.processes import die_with_parent, keep_stdout
 
 TIMEOUT_S = 120.0
 
@@ -142,6 +142,7 @@ def answer(found: Any) -> None:
 
 def main() -> None:
     die_with_parent()
+    keep_stdout()
     plan, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     warnings.filterwarnings("ignore")
     if plan["cores"]:

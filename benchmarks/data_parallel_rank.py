@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.checkpointers.gemini.system import Gemini
-from lastgood.processes import die_with_parent
+from lastgood.processes import die_with_parent, keep_stdout
 from lastgood.state import state_digest
 from lastgood.training.loop import configure_compute
 
@@ -190,6 +190,7 @@ def answer(found: Any) -> None:
 
 def main() -> None:
     die_with_parent()
+    keep_stdout()
     plan, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     warnings.filterwarnings("ignore")
     if plan["cores"]:

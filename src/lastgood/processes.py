@@ -1,4 +1,4 @@
-"""Processes that end with another one, and the end of those that were started here."""
+"""Processes that end with another one, the end of those that were started here, and a standard output of their own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 from typing import Any
 
-__all__ = ["die_with_parent", "exit_on", "wait_or_kill"]
+__all__ = ["die_with_parent", "exit_on", "keep_stdout", "wait_or_kill"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,3 +44,22 @@ def exit_on(*numbers: int) -> None:
 
     for number in numbers:
         signal.signal(number, stop)
+
+
+def keep_stdout() -> None:
+    """Keep standard output for what Python writes there: what libraries write to it goes to standard error from now on.
+
+    NCCL says there what NCCL_DEBUG asks for, between lines that another program is to read, and into them. Does nothing
+    if `sys.stdout` is not the process's own.
+    """
+    before = sys.stdout
+    try:
+        if before.fileno() != 1:
+            return
+        before.flush()
+        kept = os.dup(1)
+    except (AttributeError, OSError, ValueError):  # there is none, it is closed, or it is no file
+        return
+    os.dup2(2, 1)
+    lines = 1 if before.isatty() else -1
+    sys.stdout = os.fdopen(kept, "w", lines, before.encoding, before.errors)

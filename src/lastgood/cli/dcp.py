@@ -303,7 +303,9 @@ def _as_a_rank(spec: DcpSpec, at: Reached, suffix: str, keep: bool, report: Call
     from lastgood.experiments.dcp.places import FolderPlace
     from lastgood.experiments.dcp_runs.bench import run_rank
     from lastgood.experiments.dcp_runs.execute import order_of, record_of
+    from lastgood.processes import keep_stdout
 
+    keep_stdout()  # its last line is the suffix
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     began = time.monotonic()
     try:

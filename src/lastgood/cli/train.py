@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lastgood.cli._output import console, emit_json
+from lastgood.processes import keep_stdout
 
 __all__ = ["train"]
 
@@ -62,6 +63,8 @@ def train(
     pinned = own_cpus(cpus, os.environ)
     settings = load_config(configfile or find_root() / "config" / "laptop.yaml", parse_overrides(config or []))
     settings.workload_options(model)  # refuses an unknown one
+    if as_json:
+        keep_stdout()
     if pinned:
         os.sched_setaffinity(0, pinned)  # before torch starts threads, which inherit it
 

@@ -115,6 +115,8 @@ def test_a_save_becomes_durable_beside_a_kernel_that_does_not_end(started, saves
 _RANK = """
 import os, signal, sys, torch, torch.distributed as dist
 from lastgood import PCcheck
+from lastgood.processes import keep_stdout
+keep_stdout()  # NCCL_DEBUG writes there
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl")

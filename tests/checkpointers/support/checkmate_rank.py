@@ -22,7 +22,7 @@ from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import LastgoodError
 from lastgood.gradients.link.shadow_link import ShadowLink as Link
 from lastgood.gradients.tap.ddp_hook import checkmate_hook
-from lastgood.processes import die_with_parent
+from lastgood.processes import die_with_parent, keep_stdout
 from lastgood.state import RngState, seed_everything, state_digest
 
 WAIT_S = 120
@@ -378,6 +378,7 @@ def reduced_alike(rank, world, elements):
 
 def main():
     die_with_parent()
+    keep_stdout()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -21,13 +21,14 @@ from small_training import SmallTraining
 from lastgood.checkpointers.events import Outcome
 from lastgood.checkpointers.gemini.ddp_hook import marked_all_reduce
 from lastgood.checkpointers.gemini.system import Gemini
-from lastgood.processes import die_with_parent
+from lastgood.processes import die_with_parent, keep_stdout
 
 WIDTH = 256
 
 
 def main(rank, world, port, directory, steps, device):
     die_with_parent()
+    keep_stdout()
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     backend = "gloo" if device == "cpu" else "nccl"

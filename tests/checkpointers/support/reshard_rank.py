@@ -36,7 +36,7 @@ from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.checkpointers.recovery import recovery
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, StorageError, WaitTimeout
-from lastgood.processes import die_with_parent
+from lastgood.processes import die_with_parent, keep_stdout
 from lastgood.state import RngState, state_digest
 from lastgood.storage.objects.folder import FolderClient
 
@@ -502,6 +502,7 @@ def train(rank, world, system, folder, steps, attached=None, interval_steps=1, *
 
 def main():
     die_with_parent()
+    keep_stdout()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)

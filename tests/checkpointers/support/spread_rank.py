@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastgood import PCcheck
 from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero
-from lastgood.processes import die_with_parent
+from lastgood.processes import die_with_parent, keep_stdout
 from lastgood.state import RngState, seed_everything, state_digest
 from lastgood.training.deepspeed_engine import _prepare
 from lastgood.training.loop import configure_compute
@@ -194,6 +194,7 @@ def train(
 
 def main():
     die_with_parent()
+    keep_stdout()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
