@@ -255,17 +255,19 @@ def main(
         lock = machine_lock()
         lock.acquire(LOCK_TIMEOUT_S, say)
         with lock, _ScratchFolder(options.directory) as folder:
+            # Before it is measured: that may take cores from this process.
+            machine, where = machine_label(), where_run(options.directory).model_dump()
             begin = time.perf_counter()
             report = measure(options, folder)
             head = {
                 "benchmark": name,
                 "format": FORMAT,
                 "quick": options.quick,
-                "machine": machine_label(),
+                "machine": machine,
                 "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "wall_s": round(time.perf_counter() - begin, 3),
                 # Results are published: the folder's name is enough, its place on this machine is nobody's business.
-                "where": {**where_run(options.directory).model_dump(), "scratch_path": options.directory.name},
+                "where": {**where, "scratch_path": options.directory.name},
             }
     except LastgoodError as error:
         say(f"{name}: {error}")

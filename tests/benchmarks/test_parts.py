@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +18,7 @@ import torch
 from lastgood.checkpointers.events import Outcome
 from lastgood.errors import NoCheckpoint
 from lastgood.experiments.formulas.bound import Bound
+from lastgood.locks import FileLock
 from lastgood.state import flatten
 from lastgood.storage.files import direct_io_works
 
@@ -36,6 +42,39 @@ def test_a_ratio_is_that_of_medians() -> None:
     assert bound.verdict == "missed"
     assert bound.round_ratios == [0.25, 2.25, 0.75]
     assert Comparison("x", "it/s", "a", [1.0], "b", [4.0]).verdict == "not judged"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_report_names_the_machine_and_not_what_a_measurement_left_of_it(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import harness
+
+    cores = os.sched_getaffinity(0)
+    monkeypatch.setattr(harness, "machine_lock", lambda: FileLock(disk / "lock", "the test's turn"))
+    monkeypatch.setattr(sys, "argv", ["x", "--directory", str(disk / "scratch"), "--out", str(disk / "out.json")])
+
+    def measure(options: argparse.Namespace, folder: Path) -> harness.Report:
+        os.sched_setaffinity(0, {min(cores)})
+        return harness.Report()
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            harness.main(harness.command_line("", rounds=1), measure, "x.py")
+    finally:
+        os.sched_setaffinity(0, cores)
+        signal.signal(signal.SIGTERM, before)
+    assert json.loads((disk / "out.json").read_text())["where"]["cores"] == len(cores)
+
+
+def test_two_gpus_tells_no_folder_of_the_machine() -> None:
+    import two_gpus
+
+    names = two_gpus.names_of(Path("/tmp/its-own"), Path("/home/me/out"))
+    words = [sys.executable, "-m", "pytest", f"{two_gpus.ROOT}/tests/x.py", "/tmp/its-own/x.xml", "/home/me/out/log"]
+    told = two_gpus.named(" ".join([*words, str(two_gpus.own_scratch() / "0")]), names)
+    assert told == "python -m pytest tests/x.py SCRATCH/x.xml FOLDER/log DISK/0"
 
 
 def test_each_round_has_every_side_once_in_an_order_of_its_own() -> None:
