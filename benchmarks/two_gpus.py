@@ -1,7 +1,7 @@
 """All that wants two GPUs of one host, in one command: tests and benchmarks, each in a process with its own time limit.
 
     python benchmarks/two_gpus.py --out FOLDER                  # all, about eleven minutes on two H200
-    python benchmarks/two_gpus.py --out FOLDER --only 1,3,2     # its halves, of four and seven minutes
+    python benchmarks/two_gpus.py --out FOLDER --only 1,3,4,2   # its halves, of five and seven minutes
     python benchmarks/two_gpus.py --out FOLDER --only 5,6
 
 What a step has said (LOG), found (JSON) and whether it passed is in FOLDER as soon as it has ended: one that fails,
@@ -34,7 +34,7 @@ from typing import IO, Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("ddp", "fsdp2", "sharded-optimizer", "zero1", "zero3")
-ORDER = (1, 3, 2, 5, 6)
+ORDER = (1, 3, 4, 2, 5, 6)
 BUDGET_S = 840.0
 LEAST_S = 15.0
 """A step with less time left than this is not begun; one that is known to take longer says so."""
@@ -116,6 +116,7 @@ class Plan:
             Item(1, "a rank is killed, all go on to the bit (PCcheck)", list(self._killed())),
             Item(2, "Checkmate's tap and shadows", list(self._checkmate())),
             Item(3, "FlowCheck on live NCCL over sockets", list(self._flowcheck())),
+            Item(4, "StellaTrain's engine on CUDA parameters", list(self._sparse())),
             Item(5, "Gemini's gaps", list(self._gemini())),
             Item(6, "LastgoodWriter behind DCP, FSDP2", list(self._dcp())),
         )
@@ -154,6 +155,9 @@ class Plan:
             for protocol in ("simple", "ll"):
                 one = ("-k", f"{kind}-{protocol}")
                 yield self._tests(f"flowcheck-{kind}-{protocol}", 150, live, *one, own_network=True)
+
+    def _sparse(self) -> Iterator[Step]:
+        yield self._tests("sparse-on-cuda", 120, "tests/sparse/test_host_copies.py", marks="gpu" if self._gpus else "")
 
     def _gemini(self) -> Iterator[Step]:
         test = "tests/checkpointers/gemini/test_ranks.py"

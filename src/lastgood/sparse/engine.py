@@ -20,6 +20,7 @@ from lastgood.sparse.compressors import ValueType
 from lastgood.sparse.engine_options import check_options, least_of
 from lastgood.sparse.engine_state import FORMAT, check_engine, pack, spread, unpack
 from lastgood.sparse.following import Follower
+from lastgood.sparse.host_copies import HostCopies
 from lastgood.sparse.layers import digest_of, find_layers, refuse_other_gradients
 from lastgood.sparse.optimizer import Mode, SparseOptimizer
 from lastgood.sparse.pipeline import Pipeline
@@ -105,6 +106,7 @@ class Engine(Checked):
         self._buffers = [one for _, one in model.named_buffers()] if buffers == "first" else []
         self._sparse = SparseOptimizer(optimizer, mode=mode, threads=threads)
         layers = find_layers(model, optimizer)
+        self._copies = HostCopies(layers, self._sparse)
         self._schedule = Schedule(len(layers), staleness, partial=partial)
         self._settings = {
             "compressor": compressor,
@@ -125,6 +127,7 @@ class Engine(Checked):
             layers,
             self._ranks,
             self._schedule,
+            self._copies,
             compression=compression,
             least_compression=least,
             compressor=compressor,
@@ -372,6 +375,7 @@ class Engine(Checked):
         digest = digest_of(side.layer.parameter for side in self._pipeline.sides)
         line = f"weights before iteration {self._schedule.iteration}: {digest}"
         self._ranks.compare("the first iteration", [line], self._timeout_s)
+        self._copies.refresh()
         elements = [shape.elements for shape in self._pipeline.shapes]
         self._pipeline.exchange = self._ranks.open(elements, self._digest, self._timeout_s)
         self._compared = True
@@ -442,6 +446,7 @@ class Engine(Checked):
             self._schedule.apply(task)
             self._apply_one(task)
             self._early += 1
+        self._copies.settle()
 
     def _apply_one(self, task: Task) -> None:
         layer, gathered = self._pipeline.sides[task.layer].layer, self._pipeline.take(task)
@@ -453,12 +458,15 @@ class Engine(Checked):
                 task.iteration,
             )
         elif any(len(one.indices) for one in gathered):
-            self._sparse.apply(layer.parameter, gathered, iteration=task.iteration, scale=1.0 / self._ranks.ranks)
+            with self._copies.stepped(layer):
+                self._sparse.apply(layer.parameter, gathered, iteration=task.iteration, scale=1.0 / self._ranks.ranks)
 
     def _finish(self) -> None:
         for task in self._schedule.flush():
             self._apply_one(task)
-        self._sparse.catch_up(self._schedule.iteration - 1)
+        with self._copies.all_stepped():
+            self._sparse.catch_up(self._schedule.iteration - 1)
+        self._copies.settle()
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:

@@ -48,8 +48,8 @@ def find_layers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lis
             )
         if not parameter.requires_grad or not parameter.numel():
             continue
-        if parameter.device.type != "cpu":
-            raise ConfigError(f"{name} is on {parameter.device}: the sparse engine trains on the CPU so far")
+        if parameter.device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"{name} is on {parameter.device}: the sparse engine trains on the CPU and on CUDA")
         if not parameter.is_contiguous():
             raise ConfigError(f"{name} is not contiguous; make it so, as parameter.data = parameter.data.contiguous()")
         if parameter.numel() > MAX_ELEMENTS:
@@ -92,5 +92,5 @@ def digest_of(tensors: Iterable[torch.Tensor], words: Sequence[object] = ()) -> 
     """Of the tensors' bytes and some words, in 64 hexadecimal digits."""
     hasher = hashlib.sha256(repr(tuple(words)).encode())
     for tensor in tensors:
-        hasher.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()

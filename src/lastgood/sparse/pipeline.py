@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -13,6 +13,7 @@ from lastgood.errors import ConfigError
 from lastgood.sparse.blocks import SparseGradient
 from lastgood.sparse.compressors import Compressor, ValueType, keep_count, make_compressor
 from lastgood.sparse.engine_state import LayerShape, most_bytes
+from lastgood.sparse.host_copies import HostCopies
 from lastgood.sparse.layers import Layer, flat_gradient
 from lastgood.sparse.ranks import Gathers, Ranks
 from lastgood.sparse.schedule import Schedule, Task
@@ -51,6 +52,7 @@ class Pipeline:
         layers: Sequence[Layer],
         ranks: Ranks,
         schedule: Schedule,
+        copies: HostCopies,
         *,
         compression: float,
         least_compression: float,
@@ -62,6 +64,7 @@ class Pipeline:
         timeout_s: float,
     ) -> None:
         self._schedule = schedule
+        self._copies = copies
         self._error_feedback = error_feedback
         self._timeout_s = timeout_s
         self.sides = [
@@ -116,7 +119,7 @@ class Pipeline:
         side, exchange = self.sides[number], self.exchange
         assert exchange is not None, "connected before the first backward pass"
         held = side.layer.parameter.grad
-        gradient = None if held is None else flat_gradient(side.layer)
+        gradient = None if held is None else self._copies.fetch(side.layer, flat_gradient(side.layer))
         task = self._schedule.begin(number)
         if held is not None:
             self._versions.append((side.layer, held, held._version))
@@ -128,10 +131,10 @@ class Pipeline:
 
         self._compressing[task] = self._tasks.submit(task, work)
 
-    def _compressed(self, side: Side, gradient: torch.Tensor | None) -> SparseGradient:
+    def _compressed(self, side: Side, gradient: Callable[[], torch.Tensor] | None) -> SparseGradient:
         if gradient is None:
             return side.nothing()
-        sparse = side.compressor.compress(gradient, side.residual, side.count)
+        sparse = side.compressor.compress(gradient(), side.residual, side.count)
         if not self._error_feedback:
             side.residual.zero_()
         return sparse

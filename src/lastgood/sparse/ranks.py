@@ -195,4 +195,4 @@ def ranks_of_torch(address: str | None = None) -> Ranks:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    return torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
