@@ -155,7 +155,7 @@ def _systems(text: str) -> list[str]:
     return found
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     found = [int(part) for part in text.split(",")]
     if not all(0 < one <= 4096 for one in found):
         raise argparse.ArgumentTypeError(f"must be from 1 to 4096: {text}")
@@ -166,7 +166,7 @@ if __name__ == "__main__":
     parser = command_line(__doc__, rounds=5)
     parser.add_argument("--systems", type=_systems, default=list(GOALS), help="default: checkmate,gemini")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there are two devices")
-    parser.add_argument("--batches", type=_numbers, help="rows of a rank's batch (default: 32; with --quick 4)")
+    parser.add_argument("--batches", type=numbers, help="rows of a rank's batch (default: 32; with --quick 4)")
     parser.add_argument("--iterations", type=int, help="in a round (default: 20; with --quick 4)")
     parser.add_argument("--interval", type=int, help="of Gemini's checkpoints (default: 10; with --quick 2)")
     parser.add_argument("--shadows", type=int, help="default: 4; with --quick 2")

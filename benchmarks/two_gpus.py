@@ -1,7 +1,7 @@
 """All that wants two GPUs of one host, in one command: tests and benchmarks, each in a process with its own time limit.
 
     python benchmarks/two_gpus.py --out FOLDER                  # all, about eleven minutes on two H200
-    python benchmarks/two_gpus.py --out FOLDER --only 1,3,4,2   # its halves, of five and seven minutes
+    python benchmarks/two_gpus.py --out FOLDER --only 1,3,4,2   # its halves, of six and seven minutes
     python benchmarks/two_gpus.py --out FOLDER --only 5,6
 
 What a step has said (LOG), found (JSON) and whether it passed is in FOLDER as soon as it has ended: one that fails,
@@ -158,22 +158,26 @@ class Plan:
 
     def _sparse(self) -> Iterator[Step]:
         yield self._tests("sparse-on-cuda", 120, "tests/sparse/test_host_copies.py", marks="gpu" if self._gpus else "")
+        yield self._benchmark("sparse-overlap", 80, "sparse_overlap.py")
 
     def _gemini(self) -> Iterator[Step]:
         test = "tests/checkpointers/gemini/test_ranks.py"
         yield self._tests("gemini-tests", 120, test, "-k", "nccl or comes_back_on_cuda")
-        yield self._data_parallel("gemini", 72, "--batches", "96", "--rounds", "3")
+        how = ("--systems", "gemini", "--batches", "96", "--rounds", "3")
+        yield self._benchmark("gemini-cost", 72, "data_parallel.py", *how)
 
     def _checkmate(self) -> Iterator[Step]:
         yield self._tests("checkmate-tests", 150, "tests/checkpointers/checkmate/test_ranks.py", "-k", "two_devices")
-        yield self._data_parallel("checkmate", 90, "--batches", "32,96", "--rounds", "3")
+        how = ("--systems", "checkmate", "--batches", "32,96", "--rounds", "3")
+        yield self._benchmark("checkmate-cost", 90, "data_parallel.py", *how)
 
-    def _data_parallel(self, system: str, takes_s: float, *words: str) -> Step:
-        result = self._folder / f"{system}.json"
-        command = [sys.executable, "benchmarks/data_parallel.py", "--systems", system, "--out", str(result)]
-        command += words if self._gpus else ["--quick", "--rounds", "1"]
+    def _benchmark(self, name: str, takes_s: float, script: str, *how: str) -> Step:
+        result = self._folder / f"{name}.json"
+        command = [sys.executable, f"benchmarks/{script}", "--out", str(result), *how]
+        if not self._gpus:  # of an option given twice the last counts
+            command += ["--quick", "--batches", "4", "--rounds", "1"]
         takes_s = self._takes(takes_s)
-        return Step(f"{system}-cost", command, 60 + 2 * takes_s, result, "benchmark", takes_s)
+        return Step(name, command, 60 + 2 * takes_s, result, "benchmark", takes_s)
 
     def _dcp(self) -> Iterator[Step]:
         model = ["vit-base", "--state", "full"] if self._gpus else ["vit-base-2MB"]
@@ -314,6 +318,8 @@ def rows_of_benchmark(done: Done) -> list[str]:
         )
         if goal is not None:
             rows[-1] += f", goal {goal}: {one['verdict']}"
+    if "overlap" in done.found["results"]:
+        return rows + list(done.found["notes"])
     for name, ranks in done.found["results"].items():
         first, gaps = ranks[0], ranks[0]["facts"].get("profiled_gaps_s")
         durable = sum(outcome == "durable" for rank in ranks for outcome in rank["outcomes"])

@@ -261,6 +261,30 @@ def test_data_parallel(disk: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sparse_overlap(disk: Path) -> None:
+    done = run(
+        disk, "sparse_overlap", "--quick", "--rounds", "2", "--device", "cpu", environment={"NCCL_DEBUG": "INFO"}
+    )
+    found = results_of(disk, done, "sparse_overlap")
+    assert [item["what"] for item in found["comparisons"]] == ["batch 4, staleness 0", "batch 4, staleness 1"]
+    [one] = found["results"]["overlap"]
+    for name in ("compute_s", "exchange_s", "staleness_0_s", "staleness_1_s"):
+        assert len(one[name]) == 2 and min(one[name]) > 0, name
+    for staleness in (0, 1):
+        for step, alone, whole, hidden in zip(
+            one[f"staleness_{staleness}_s"],
+            one["compute_s"],
+            one["exchange_s"],
+            one[f"staleness_{staleness}_hidden"],
+            strict=True,
+        ):
+            assert hidden * whole == pytest.approx(whole - (step - alone))
+    for rank in found["results"]["ranks"]:
+        sent = {row["side"]: row["sent_bytes"] for row in rank["rows"]}
+        assert sent["exchange"] and sent["staleness 1 4"] and not sent["compute 4"] and not sent["gradients"]
+
+
+@pytest.mark.slow
 def test_two_gpus_without_any(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [sys.executable, str(BENCHMARKS / "two_gpus.py"), "--out", str(out), "--only", "3"]
