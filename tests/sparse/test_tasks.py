@@ -48,6 +48,30 @@ def test_an_error_is_heard_of_at_once_and_the_thread_goes_on(pool):
     assert results([pool.submit(Task(0, 1), lambda: 7)], 10, "a task") == [7]
 
 
+def test_what_has_not_arrived_keeps_no_thread_from_what_has(pool):
+    arrived, order = threading.Event(), []
+    late = pool.submit(Task(0, 0), lambda: order.append("late"), lambda: arrived.wait(10))
+    # As a backward pass on a device, whose earliest layers come last.
+    results([pool.submit(Task(0, 5), lambda: order.append("here"))], 5, "what is here")
+    assert order == ["here"] and not late.done()
+    arrived.set()
+    results([late], 10, "what is late")
+    assert order == ["here", "late"]
+
+
+def test_what_does_not_arrive_is_heard_of_and_what_arrives_after_the_end_is_cancelled():
+    tasks, arrived, ran = Tasks(1), threading.Event(), []
+    failed = tasks.submit(Task(0, 1), lambda: ran.append(1), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        results([failed], 10, "a copy")
+    late = tasks.submit(Task(0, 0), lambda: ran.append(0), lambda: arrived.wait(10))
+    tasks.close(timeout_s=0.1)
+    arrived.set()
+    with pytest.raises(CheckpointError, match="the engine was closed"):
+        results([late], 10, "a copy")
+    assert not ran
+
+
 def test_a_wait_names_what_it_waited_for():
     with pytest.raises(WaitTimeout, match=r"waited 0.05 s for layer 3 of iteration 7: 1 of 2 are not finished"):
         done = Future()

@@ -41,6 +41,11 @@ class HostCopies:
                 sparse.set_target(layer.parameter, copy.weights)
         self._streams = streams
 
+    @property
+    def on_their_way(self) -> bool:
+        """Whether what `fetch` gives may take long: until the device has made the gradient."""
+        return bool(self._streams)
+
     def refresh(self) -> None:
         """Take the weights that are on the device: before the first step, behind all that may have restored them."""
         for copy in self._copies.values():

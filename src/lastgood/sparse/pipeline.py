@@ -129,7 +129,7 @@ class Pipeline:
             self._gathered[task] = exchange.submit(*task, sparse)
             return sparse
 
-        self._compressing[task] = self._tasks.submit(task, work)
+        self._compressing[task] = self._tasks.submit(task, work, gradient if self._copies.on_their_way else None)
 
     def _compressed(self, side: Side, gradient: Callable[[], torch.Tensor] | None) -> SparseGradient:
         if gradient is None:
