@@ -123,6 +123,8 @@ class Recovery:
         if view is None and self.place is None:
             raise NoCheckpoint(f"{self.directory}: there is no such directory")
         known = [] if view is None else view.committed()
+        if store is None and view is not None:
+            _tell_damage(view)  # an open store has told it
         book = VerdictBook(self.directory, kept=False) if view is None else view.book()
         candidates = self._candidates(view, known, book)
         refused: list[str] = []
@@ -236,3 +238,10 @@ class Recovery:
                 f"{max(book.reached, *(one.step for one in book.restarts.values()), 0)} at most): they were emptied or "
                 "removed; bring a copy back, or move the directory away to begin again"
             )
+
+
+def _tell_damage(view: SlotView) -> None:
+    """What was a checkpoint, perhaps the newest one, and is passed over."""
+    for status in view.statuses():
+        if status.may_be_damaged:
+            _log.warning("%s: not a whole checkpoint: %s; trying others", status.path, status.detail)
