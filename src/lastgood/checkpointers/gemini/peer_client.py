@@ -22,7 +22,7 @@ from lastgood.checkpointers.gemini.partition import Network, chunks_for_gap
 from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.cluster.ssh.remote import REMOTE_MARK
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, WaitTimeout
-from lastgood.files import PRIVATE, ReadableBy, make_directory, open_log, read_end
+from lastgood.files import PRIVATE, ReadableBy, make_directory, open_log, read_end, storage_errors
 from lastgood.locks import FileLock
 from lastgood.wire.frames import Kind, Wire, chunk_checksum, prove_trainer, reach
 
@@ -257,7 +257,8 @@ class Peers:
         Raises CheckpointError if none can be started (or may be, from here), LockHeld if another process has
         tried to for too long.
         """
-        make_directory(self._directory, ReadableBy.OWNER.directory_mode)
+        with storage_errors(self._directory, "making the checkpoint directory"):
+            make_directory(self._directory, ReadableBy.OWNER.directory_mode)
         lock = FileLock(self._directory / f"peer-{machine}.lock", f"starting a peer of machine {machine}", mode=PRIVATE)
         # Others that need this peer as well connect and start it in their turn: each does so within two waits.
         lock.acquire(4 * self._settings.timeout_s)
