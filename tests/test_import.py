@@ -19,7 +19,7 @@ ROOMY = {"checkpointers", "cluster", "experiments", "gradients", "mirror"}
 
 FLOORS = [
     [
-        "errors units text files tokens addresses bounds pickles locks processes ports sinks notices host_memory "
+        "errors names units text files tokens addresses bounds pickles locks processes ports sinks notices host_memory "
         "extras mounts world models locations _lazy _moved _native",
     ],
     ["state storage optim wire"],
@@ -44,6 +44,7 @@ FLOORS = [
         "checkpointers.events checkpointers.options checkpointers.save_health",
         "checkpointers.base",
         "checkpointers.directory_system checkpointers.export checkpointers.one_at_a_time checkpointers.remote",
+        "checkpointers.kept",
         "checkpointers.baselines checkpointers.checkfreq checkpointers.gpm checkpointers.gemini",
         "checkpointers.pccheck checkpointers.checkmate checkpointers.flowcheck checkpointers.dcp",
         "checkpointers.third_party",

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.units import format_bytes, format_rate, format_seconds, parse_bytes
+from lastgood.errors import ConfigError
+from lastgood.units import format_bytes, format_rate, format_seconds, option_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,19 @@ def test_parse(text, size):
 def test_parse_refuses(text):
     with pytest.raises(ValueError, match="size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30m", 1800), ("1.5 h", 5400), ("2d", 172_800), ("45", 45), ("9s", 9), ("3 min", 180)]
+)
+def test_durations(text, seconds):
+    assert option_seconds("--max-age", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-3m", "3 parsecs", "1h30m", "1e3s", "3M"])
+def test_what_is_no_duration(text):
+    with pytest.raises(ConfigError, match=r"^--max-age: not a duration: .*one of s, m, h, d"):
+        option_seconds("--max-age", text)
 
 
 @given(st.integers(0, 2**50))

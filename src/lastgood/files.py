@@ -47,6 +47,7 @@ __all__ = [
     "sync_directory",
     "temporaries_beside",
     "temporary_beside",
+    "temporary_files",
     "write_atomically",
     "write_result",
 ]
@@ -207,29 +208,34 @@ def _temporary_start(path: Path) -> str:
     return f".{os.fsdecode(os.fsencode(path.name)[:_MOST_STEM_BYTES])}."
 
 
-def remove_temporary_files(directory: Path, older: re.Pattern[str] | None = None) -> list[Path]:
-    """Remove what a killed process left under names of `temporary_beside`: files, and directories with all in them.
+def temporary_files(directory: Path, older: re.Pattern[str] | None = None) -> list[Path]:
+    """What a killed process left under names of `temporary_beside`: files, and directories; no links.
 
-    `older` are complete names that earlier versions gave. Nothing else is touched, and no link is followed. Only under
-    the directory's lock. Raises OSError.
+    `older` are complete names that earlier versions gave. What a living process is writing is among them: only under
+    the directory's lock is it nobody's. Raises OSError.
     """
 
     def ours(name: str) -> bool:
         return bool(_TEMPORARY.fullmatch(name) or (older and older.fullmatch(name)))
 
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        left = sorted(Path(entry.path) for entry in entries if ours(entry.name))
-        removed = []
-        for path in left:
-            if path.is_dir() and not path.is_symlink():
-                remove_tree(path)
-            elif path.is_file() and not path.is_symlink():
-                path.unlink(missing_ok=True)
-            else:
-                continue
-            removed.append(path)
-        return removed
+        left = sorted(Path(entry.path) for entry in entries if ours(entry.name) and not entry.is_symlink())
+        return [path for path in left if path.is_dir() or path.is_file()]
     return []
+
+
+def remove_temporary_files(directory: Path, older: re.Pattern[str] | None = None) -> list[Path]:
+    """Remove what a killed process left, see `temporary_files`: files, and directories with all in them.
+
+    Nothing else is touched, and no link is followed. Only under the directory's lock. Raises OSError.
+    """
+    left = temporary_files(directory, older)
+    for path in left:
+        if path.is_dir():
+            remove_tree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return left
 
 
 def entries_of(directory: Path) -> list[Path]:

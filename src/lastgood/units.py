@@ -6,13 +6,24 @@ import re
 
 from lastgood.errors import ConfigError
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_rate", "format_seconds", "option_bytes", "parse_bytes"]
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "format_bytes",
+    "format_rate",
+    "format_seconds",
+    "option_bytes",
+    "option_seconds",
+    "parse_bytes",
+]
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
 _SUFFIXES = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": GIB << 10, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_DURATIONS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -38,6 +49,17 @@ def option_bytes(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from error
+
+
+def option_seconds(option: str, text: str) -> float:
+    """Read a duration such as ``30m``, ``1.5 h``, ``2d`` or a plain number of seconds, of an option of a command.
+
+    Raises ConfigError, naming the option and the units that are known.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2] not in _DURATIONS:
+        raise ConfigError(f"{option}: not a duration: {text[:80]!r} (a number and one of s, m, h, d)")
+    return float(match[1]) * _DURATIONS[match[2]]
 
 
 def format_bytes(count: float) -> str:

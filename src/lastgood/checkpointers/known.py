@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from lastgood.checkpointers.traits import Traits, traits_of_class
 from lastgood.errors import ConfigError
+from lastgood.names import nearest
 
 __all__ = ["BASELINE", "BUILT_IN", "ENTRY_POINT_GROUP", "all_traits", "load_system", "system_targets", "system_traits"]
 
@@ -57,7 +58,7 @@ def load_system(name: str) -> Any:
     """
     targets = system_targets()
     if name not in targets:
-        raise ConfigError(f"unknown system {name!r}; known: {', '.join(targets)}")
+        raise ConfigError(f"unknown system {name!r}{nearest(name, targets)}; known: {', '.join(targets)}")
     module_name, _, attribute = targets[name].partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute, None)

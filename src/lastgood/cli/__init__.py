@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -18,6 +20,7 @@ from lastgood.cli import (
     data,
     dcp,
     doctor,
+    examples,
     export,
     hosts,
     inspect,
@@ -27,11 +30,13 @@ from lastgood.cli import (
     plan,
     plot,
     provision,
+    prune,
     push,
     report,
     run,
     shadow,
     sparsebench,
+    status,
     stellatrain,
     testbed,
     trace,
@@ -48,39 +53,78 @@ __all__ = ["app", "main"]
 app = App(
     name="lastgood",
     help="The last good state of a training run, and what keeping it costs.",
+    epilog="Exit codes: 0 done, 1 it failed, 2 it was asked for wrongly, 130 interrupted (docs/exit-codes.md).",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(run.run)
-app.command()(plan.plan)
-app.command()(check.check)
-app.command()(collect.collect)
-app.command()(plot.plot)
-app.command()(claims.claims)
-app.command()(report.report)
-app.command()(ceilings.ceilings)
-app.command()(netbench.netbench)
-app.command()(sparsebench.sparsebench)
-app.command()(tune.tune)
-app.command()(train.train)
-app.command()(launch.launch)
-app.command()(inspect.inspect)
-app.command()(verify.verify)
-app.command()(export.export)
-app.command()(push.push)
-app.command()(doctor.doctor)
-app.add_typer(advise.app, name="advise")
-app.add_typer(config.app, name="config")
-app.add_typer(data.app, name="data", help="Small real data for the workloads: list, prepare, check.")
-app.add_typer(dcp.app, name="dcp")
-app.add_typer(hosts.app, name="hosts")
-app.add_typer(testbed.app, name="testbed")
-app.add_typer(provision.app, name="provision")
-app.add_typer(shadow.app, name="shadow")
-app.add_typer(mirror.app, name="mirror")
-app.add_typer(stellatrain.app, name="stellatrain")
-app.add_typer(trace.app, name="trace")
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        typer.echo(f"lastgood {importlib.metadata.version('lastgood')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _begin(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    del version
+
+
+CHECKPOINTS = "Your checkpoints"
+REPRODUCE = "Reproduce"
+CLUSTER = "Cluster"
+PAPERS = "Checkmate, FlowCheck, StellaTrain"
+
+_CHECKPOINTS: tuple[Callable[..., None], ...] = (
+    status.status,
+    inspect.inspect,
+    verify.verify,
+    export.export,
+    prune.prune,
+    push.push,
+    tune.tune,
+    doctor.doctor,
+)
+for _function in _CHECKPOINTS:
+    app.command(rich_help_panel=CHECKPOINTS)(_function)
+app.add_typer(examples.app, name="examples", rich_help_panel=CHECKPOINTS)
+app.add_typer(advise.app, name="advise", rich_help_panel=CHECKPOINTS)
+
+_REPRODUCE: tuple[Callable[..., None], ...] = (
+    run.run,
+    plan.plan,
+    check.check,
+    collect.collect,
+    plot.plot,
+    claims.claims,
+    report.report,
+    ceilings.ceilings,
+)
+for _function in _REPRODUCE:
+    app.command(rich_help_panel=REPRODUCE)(_function)
+app.add_typer(config.app, name="config", rich_help_panel=REPRODUCE)
+_DATA = "Small real data for the workloads: list, prepare, check."
+app.add_typer(data.app, name="data", help=_DATA, rich_help_panel=REPRODUCE)
+app.add_typer(dcp.app, name="dcp", rich_help_panel=REPRODUCE)
+app.add_typer(trace.app, name="trace", rich_help_panel=REPRODUCE)
+
+app.command(rich_help_panel=CLUSTER)(launch.launch)
+app.command(rich_help_panel=CLUSTER)(netbench.netbench)
+app.add_typer(hosts.app, name="hosts", rich_help_panel=CLUSTER)
+app.add_typer(testbed.app, name="testbed", rich_help_panel=CLUSTER)
+app.add_typer(provision.app, name="provision", rich_help_panel=CLUSTER)
+
+app.command(rich_help_panel=PAPERS)(train.train)
+app.add_typer(shadow.app, name="shadow", rich_help_panel=PAPERS)
+app.add_typer(mirror.app, name="mirror", rich_help_panel=PAPERS)
+app.command(rich_help_panel=PAPERS)(sparsebench.sparsebench)
+app.add_typer(stellatrain.app, name="stellatrain", rich_help_panel=PAPERS)
 
 _REPLACED = {
     "goodput": "run",

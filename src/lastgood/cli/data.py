@@ -10,6 +10,7 @@ import typer
 from lastgood.cli._app import App
 from lastgood.cli._output import console, emit_json, emit_table
 from lastgood.errors import DataError
+from lastgood.names import nearest
 from lastgood.units import format_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def _chosen(kinds: list[str] | None) -> list[str]:
 
     unknown = [kind for kind in kinds or () if kind not in DATASETS]
     if unknown:
-        raise typer.BadParameter(f"unknown data set {unknown[0]!r}; known: {', '.join(DATASETS)}")
+        meant = nearest(unknown[0], DATASETS)
+        raise typer.BadParameter(f"unknown data set {unknown[0]!r}{meant}; known: {', '.join(DATASETS)}")
     return list(kinds or DATASETS)
 
 

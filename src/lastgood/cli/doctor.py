@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from lastgood.units import GIB, format_bytes
 __all__ = ["doctor"]
 
 Verdict = Literal["ok", "warning", "fault"]
+
+_HARNESS = ("torchvision", "transformers", "snakemake", "pandas", "matplotlib")
+_FRAMEWORKS = ("accelerate", "lightning", "deepspeed", "torchtitan")
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings to stdout as JSON.")] = False,
 ) -> None:
     """Check Python, packages, the native core, disk, memory, GPU and data; exit 1 if something must be mended."""
-    findings = [*_software(), *_systems(), *_machine(scratch), *_data(data_dir)]
+    findings = [*_software(), *_systems(), *_machine(scratch), *_surroundings(scratch), *_data(data_dir)]
     if uri is not None:
         findings += _objects(uri, region, endpoint_url, profile)
     if as_json:
@@ -58,18 +62,38 @@ def _software() -> Iterator[_Finding]:
         yield _Finding("warning", "Python", version, "Snakemake 9 needs 3.11; the library and `lastgood run` work")
     else:
         yield _Finding("ok", "Python", version)
-    for package in ("torch", "torchvision", "transformers", "snakemake", "pandas", "matplotlib"):
-        try:
-            yield _Finding("ok", package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            to_do = "run bash install.sh in the checkout, or pip install 'lastgood[harness]'"
-            yield _Finding("fault", package, "missing", to_do)
+    yield from _packages()
     try:
         from lastgood import _native
     except ImportError as error:
         yield _Finding("fault", "native core", str(error), "run bash install.sh; it needs a C++17 compiler")
     else:
         yield _Finding("ok", "native core", f"checksums by {_native.crc32c_implementation()}")
+
+
+def _packages() -> Iterator[_Finding]:
+    """torch, what figures need (in a checkout, or if it was installed for them), and frameworks that may be there."""
+    to_do = "run bash install.sh in the checkout, or pip install 'lastgood[harness]'"
+    found = {package: _version(package) for package in ("torch", *_HARNESS)}
+    harness = found["snakemake"] is not None or (Path(__file__).parents[3] / "Snakefile").is_file()
+    for package, version in found.items():
+        if version is not None:
+            yield _Finding("ok", package, version)
+        elif package == "torch" or harness:
+            yield _Finding("fault", package, "missing", to_do)
+    if not harness:
+        yield _Finding("ok", "harness", "not installed: this is the library alone")
+    for package in _FRAMEWORKS:
+        version = _version(package)
+        if version is not None:
+            yield _Finding("ok", package, version)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _systems() -> Iterator[_Finding]:
@@ -113,6 +137,38 @@ def _machine(scratch: Path) -> Iterator[_Finding]:
     yield _Finding(
         "ok" if compiler else "warning", "C++ compiler", compiler or "none", "" if compiler else "needed to build"
     )
+
+
+def _surroundings(scratch: Path) -> Iterator[_Finding]:
+    """What some parts use where it is there; nothing of it is needed by all."""
+    yield _Finding("ok", "direct I/O", _direct_io(scratch))
+    root = os.geteuid() == 0
+    tools = {name: shutil.which(name) is not None for name in ("unshare", "tc", "sbatch", "srun", "sshd")}
+    testbed = root and tools["unshare"] and tools["tc"] and tools["sshd"]
+    why = "" if testbed else f" ({'not root' if not root else 'unshare, tc or sshd is missing'})"
+    yield _Finding("ok", "testbed of namespaces", f"{'possible' if testbed else 'not here'}{why}")
+    yield _Finding("ok", "Slurm", "sbatch and srun found" if tools["sbatch"] and tools["srun"] else "none")
+    stores = [package for package in ("boto3", "obstore") if _version(package) is not None]
+    yield _Finding("ok", "S3", f"{', '.join(stores)} installed" if stores else "neither boto3 nor obstore is installed")
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    noisy = load > cores / 2
+    yield _Finding(
+        "warning" if noisy else "ok",
+        "noise of the machine",
+        f"load {load:.1f} on {cores} cores",
+        "others compute here: measurements wait for pauses, or are marked as disturbed" if noisy else "",
+    )
+
+
+def _direct_io(scratch: Path) -> str:
+    """Whether the file system of a folder, or of the closest one above it, takes O_DIRECT. Leaves nothing there."""
+    from lastgood.mounts import nearest_folder
+
+    try:
+        os.close(os.open(nearest_folder(scratch), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
+    except OSError as error:
+        return f"not for {scratch.absolute()} ({error.strerror}): writes go through the page cache, and are flushed"
+    return f"works for {scratch.absolute()}"
 
 
 def _objects(uri: str, region: str | None, endpoint_url: str | None, profile: str | None) -> Iterator[_Finding]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lastgood.cli._output import console, emit_json
+from lastgood.cli._output import Progress, console, emit_json
 from lastgood.cli._place import EndpointUrl, Profile, Region, s3_options
 from lastgood.errors import ConfigError, CorruptCheckpoint, NoCheckpoint, NoGoodCheckpoint
+from lastgood.names import nearest
 from lastgood.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def export(
 
     known = [one.value for one in ExportFormat]
     if to not in known:
-        raise ConfigError(f"--to {to}: known are {', '.join(known)}")
+        raise ConfigError(f"--to {to}{nearest(to, known)}: known are {', '.join(known)}")
     s3 = s3_options(directory, region, endpoint_url, profile)
     job = open_job(directory, s3)
     if job.several:
@@ -65,7 +66,7 @@ def export(
             "the folder of a tag as DeepSpeed would"
         )
     else:
-        done = _export(job.views[0], out, ExportFormat(to), step, force, threads)
+        done = _export(job.views[0], out, ExportFormat(to), step, force, threads, shown=not as_json)
     if as_json:
         emit_json(
             {
@@ -87,7 +88,9 @@ def export(
         console.print(f"  {alias} is {name}: written once, and noted in the metadata")
 
 
-def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force: bool, threads: int) -> Exported:
+def _export(
+    view: SlotView, out: Path, to: ExportFormat, step: int | None, force: bool, threads: int, *, shown: bool
+) -> Exported:
     from lastgood.checkpointers.export.formats import WINDOW_BYTES, export_checkpoint
 
     tries = 0
@@ -97,7 +100,17 @@ def _export(view: SlotView, out: Path, to: ExportFormat, step: int | None, force
         # Beside a training all is read at once: the sooner it is read, the less likely its slot is reused before.
         window_bytes = info.stream_bytes if view.held else WINDOW_BYTES
         try:
-            return export_checkpoint(view, info, out, to, force=force, threads=threads, window_bytes=window_bytes)
+            with Progress("export", info.stream_bytes, shown=shown) as progress:
+                return export_checkpoint(
+                    view,
+                    info,
+                    out,
+                    to,
+                    force=force,
+                    threads=threads,
+                    window_bytes=window_bytes,
+                    tell=progress.advance,
+                )
         except CorruptCheckpoint as error:
             gone = view.why_gone(info)
             if not gone:

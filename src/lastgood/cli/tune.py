@@ -10,6 +10,7 @@ import typer
 
 from lastgood.cli._output import console, emit_json, emit_table, reporter
 from lastgood.errors import ConfigError
+from lastgood.names import nearest
 from lastgood.units import format_bytes, format_seconds, option_bytes
 
 if TYPE_CHECKING:
@@ -126,7 +127,10 @@ def _tune_workload(
     from lastgood.workloads.registry import workload_names
 
     if workload not in workload_names():
-        raise ConfigError(f"--workload: unknown model {workload!r}; known: {', '.join(workload_names())}")
+        known = workload_names()
+        raise ConfigError(
+            f"--workload: unknown model {workload!r}{nearest(workload, known)}; known: {', '.join(known)}"
+        )
     settings, sources = parse_config(
         configfile or find_root() / "config" / "laptop.yaml", {**parse_overrides(config), "models": [workload]}
     )

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lastgood.cli._output import console, emit_json, emit_table
+from lastgood.cli._output import Progress, console, emit_json, emit_table
 from lastgood.cli._place import EndpointUrl, Profile, Region, s3_options
 from lastgood.cli.inspect import Directory, held_by_all, listed, none_here, noted, of_step
 from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError, NoCheckpoint, StorageError
-from lastgood.units import GIB, format_bytes
+from lastgood.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from lastgood.checkpointers.ranks.opened import OpenedJob
-    from lastgood.storage import SlotStatus, SlotView
+    from lastgood.storage import SlotInfo, SlotStatus, SlotView
     from lastgood.storage.standalone_slot import StandaloneSlots
 
 __all__ = ["verify"]
+
+_WINDOW_BYTES = 256 * MIB
+"""Read between two looks at the progress."""
 
 
 def verify(
@@ -41,10 +44,13 @@ def verify(
     opened = open_job(directory, s3_options(directory, region, endpoint_url, profile))
     ranks = opened.several
     standalone = None if ranks or opened.remote else look_at_standalone_slots(Path(directory))
-    if standalone is not None:
-        looked = [_verify_standalone(standalone, step, threads)]
-    else:
-        looked = [_verify(opened, rank, step, threads) for rank in opened.views]
+    seen = console.is_terminal and not as_json and opened.remote is None
+    total = _bytes_to_read(opened, standalone, step) if seen else 0
+    with Progress("verify", total, shown=seen) as progress:
+        if standalone is not None:
+            looked = [_verify_standalone(standalone, step, threads, progress)]
+        else:
+            looked = [_verify(opened, rank, step, threads, progress) for rank in opened.views]
     found = [one for one, _ in looked]
     job = _verify_job(opened, step, found) if ranks else {}
     if as_json:
@@ -63,7 +69,20 @@ def verify(
             raise NoCheckpoint(f"{opened.where(rank)}: no {asked}; whole ones are there of steps {steps or 'none'}")
 
 
-def _verify(job: OpenedJob, rank: int, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
+def _bytes_to_read(job: OpenedJob, standalone: StandaloneSlots | None, step: int | None) -> int:
+    """For the progress alone; what cannot be looked at is said later."""
+    from lastgood.checkpointers.slots.contents import look_at_slots
+
+    if standalone is None:
+        found = [status for view in job.views.values() for status in look_at_slots(view)[0]]
+    else:
+        found = list(standalone.statuses)
+    return sum(status.info.stream_bytes for status in of_step(found, step) if status.info is not None)
+
+
+def _verify(
+    job: OpenedJob, rank: int, step: int | None, threads: int, progress: Progress
+) -> tuple[dict[str, Any], list[int]]:
     """What became of the slots of one rank's part, and the steps that looked whole before any was read."""
     from lastgood.checkpointers.recovery.restorable import step_to_restore
     from lastgood.checkpointers.slots.contents import look_at_slots
@@ -71,7 +90,7 @@ def _verify(job: OpenedJob, rank: int, step: int | None, threads: int) -> tuple[
     view = job.views[rank]
     statuses, troubles = look_at_slots(view)
     asked = of_step(statuses, step)
-    results = [_check(view, status, threads) for status in asked]
+    results = [_check(view, status, threads, progress) for status in asked]
     directory = str(job.place) if job.remote else job.where(rank)
     found: dict[str, Any] = {"directory": directory, "trouble": troubles, "slots": results}
     with noted(troubles):
@@ -134,13 +153,16 @@ def _show_job(job: dict[str, Any]) -> None:
             console.print(trouble)
 
 
-def _verify_standalone(standalone: StandaloneSlots, step: int | None, threads: int) -> tuple[dict[str, Any], list[int]]:
+def _verify_standalone(
+    standalone: StandaloneSlots, step: int | None, threads: int, progress: Progress
+) -> tuple[dict[str, Any], list[int]]:
     """As `_verify`, for files that stand alone."""
     from lastgood.storage import SlotView
     from lastgood.storage.standalone_slot import ROOT
 
     results = [
-        _check(SlotView(status.path.parent), status, threads, ROOT) for status in of_step(standalone.statuses, step)
+        _check(SlotView(status.path.parent), status, threads, progress, ROOT)
+        for status in of_step(standalone.statuses, step)
     ]
     found = {
         "directory": str(standalone.place),
@@ -172,10 +194,27 @@ def _show(where: str, found: dict[str, Any]) -> None:
         console.print(trouble)
 
 
-def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = None) -> dict[str, Any]:
+def _read(view: SlotView, info: SlotInfo, threads: int, progress: Progress) -> None:
+    """Read and check the stream, of a large one in windows of complete chunks. Raises as `SlotView.verify`."""
+    from lastgood.checkpointers.slots.contents import read_timeout_s
+
+    chunk = info.record.chunk_bytes
+    window = max(1, _WINDOW_BYTES // chunk) * chunk
+    if view.remote or info.stream_bytes <= window:
+        view.verify(info, threads, read_timeout_s(info.stream_bytes))
+        progress.advance(info.stream_bytes)
+        return
+    for begin in range(0, info.stream_bytes, window):
+        nbytes = min(window, info.stream_bytes - begin)
+        view.read_into(info, [(0, nbytes)], threads, offset=begin, timeout_s=read_timeout_s(nbytes))
+        progress.advance(nbytes)
+
+
+def _check(
+    view: SlotView, status: SlotStatus, threads: int, progress: Progress, root: str | None = None
+) -> dict[str, Any]:
     """What became of one slot, for people and programs. `root`: the one entry that it must hold."""
     from lastgood.checkpointers.recovery.restorable import check_content
-    from lastgood.checkpointers.slots.contents import read_timeout_s
     from lastgood.storage import SlotState
     from lastgood.storage.format import RecordKind
 
@@ -183,7 +222,7 @@ def _check(view: SlotView, status: SlotStatus, threads: int, root: str | None = 
     if status.info is not None:
         started = time.perf_counter()
         try:
-            view.verify(status.info, threads, read_timeout_s(status.info.stream_bytes))
+            _read(view, status.info, threads, progress)
             read_s = time.perf_counter() - started  # the look at the content imports torch
             check_content(view, status.info, root)
         except (CorruptCheckpoint, MismatchError, StorageError) as error:

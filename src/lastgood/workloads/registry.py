@@ -10,6 +10,7 @@ from typing import Literal
 
 from lastgood._lazy import torch
 from lastgood.errors import ConfigError
+from lastgood.names import nearest
 from lastgood.workloads.base import Batch, Setting, Workload, WorkloadOptions
 from lastgood.workloads.options import (
     BertOptions,
@@ -122,4 +123,6 @@ def _entry(name: str) -> _Entry:
     try:
         return _WORKLOADS[name]
     except KeyError:
-        raise ConfigError(f"unknown workload {name!r}; known: {', '.join(_WORKLOADS)}") from None
+        raise ConfigError(
+            f"unknown workload {name!r}{nearest(name, _WORKLOADS)}; known: {', '.join(_WORKLOADS)}"
+        ) from None

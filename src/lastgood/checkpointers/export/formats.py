@@ -13,7 +13,7 @@ import shutil
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,15 @@ def export_checkpoint(
     threads: int = 4,
     window_bytes: int = WINDOW_BYTES,
     mode: int | None = None,
+    tell: Callable[[int], object] = int,
 ) -> Exported:
     """Write one committed checkpoint to `out`: a file, or for DCP a directory. Every byte read is checked.
 
     A safetensors file is written while `window_bytes` (or one block of the state, or 4 chunks of the slot) after the
     other are read; the other formats take one checkpoint's size of memory. An open SlotStore keeps the slot from being
     reused meanwhile; a view cannot, and raises CorruptCheckpoint when a training has reused it. What is at `out` is
-    replaced only with `force`, and only by its like. A file gets `mode`, or what the umask leaves of 0666.
+    replaced only with `force`, and only by its like. A file gets `mode`, or what the umask leaves of 0666. `tell` hears
+    of each block's bytes once they are read.
 
     Raises:
         ConfigError: `out` exists, or is not what could be replaced.
@@ -117,9 +119,18 @@ def export_checkpoint(
         # Other formats take the whole state into memory anyway.
         window = max(window_bytes, 4 * info.record.chunk_bytes)
         window = window if to is ExportFormat.SAFETENSORS else layout.stream_bytes
-        blocks = read_blocks(view, info, layout, threads, window)
+        blocks = _told(read_blocks(view, info, layout, threads, window), tell)
         nbytes, aliases = write_export(out, to, layout, info, blocks, force=force, mode=mode)
     return Exported(out, to, info.step, len(tensors), nbytes, time.perf_counter() - started, aliases)
+
+
+def _told(
+    blocks: Iterator[tuple[int, torch.Tensor]], tell: Callable[[int], object]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    for number, block in blocks:
+        tell(block.numel())
+        yield number, block
+        del block  # before the next ones are made
 
 
 def write_export(

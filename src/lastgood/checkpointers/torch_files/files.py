@@ -78,7 +78,7 @@ class TorchFiles:
 
         Raises StorageError naming the file and the bytes needed; the older checkpoints stay.
         """
-        sequence = max((known for known, _, _ in self._files()), default=0) + 1
+        sequence = max((known for known, _, _ in self.files()), default=0) + 1
         final = self.directory / f"checkpoint-{sequence:08d}-step-{step}.pt"
         temporary = temporary_beside(final)
         began_s = time.perf_counter()
@@ -108,7 +108,7 @@ class TorchFiles:
             if isinstance(error, (OSError, RuntimeError)):
                 raise StorageError(_explain(temporary, tree, error)) from error
             raise
-        for _, _, old in self._files()[self.keep :]:
+        for _, _, old in self.files()[self.keep :]:
             try:
                 old.unlink(missing_ok=True)
             except OSError as error:
@@ -132,13 +132,13 @@ class TorchFiles:
 
     def path_of(self, step: int) -> Path | None:
         """The newest file of a step."""
-        return next((path for _, found, path in self._files() if found == step), None)
+        return next((path for _, found, path in self.files() if found == step), None)
 
     def steps(self) -> list[int]:
         """Steps that have a file, newest first."""
-        return [step for _, step, _ in self._files()]
+        return [step for _, step, _ in self.files()]
 
-    def _files(self) -> list[tuple[int, int, Path]]:
+    def files(self) -> list[tuple[int, int, Path]]:
         """Sequence, step and path of every file, newest first. Raises StorageError."""
         found = ((_NAME.fullmatch(path.name), path) for path in entries_of(self.directory))
         return sorted(((int(match[1]), int(match[2]), path) for match, path in found if match), reverse=True)
@@ -151,11 +151,11 @@ class TorchFiles:
         Raises NoCheckpoint, or CorruptCheckpoint if files are there and none of them can be read, naming each.
         """
         refused = []
-        for _, candidate, path in self._files():
+        for _, candidate, path in self.files():
             if step is not None and candidate != step:
                 continue
             try:
-                tree, objects = self._load(path, candidate)
+                tree, objects = self.read_file(path, candidate)
                 return candidate, tree, str(path), objects
             except (CorruptCheckpoint, StorageError) as error:
                 _log.warning("%s; trying the checkpoint before it", error)
@@ -168,7 +168,9 @@ class TorchFiles:
         asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
         raise NoCheckpoint(f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}")
 
-    def _load(self, path: Path, step: int) -> tuple[dict[str, Any], frozenset[Keys] | None]:
+    @staticmethod
+    def read_file(path: Path, step: int) -> tuple[dict[str, Any], frozenset[Keys] | None]:
+        """The checkpoint of `step` in one file, as `read` gives it. Raises CorruptCheckpoint, StorageError."""
         document = read_torch_file(path)
         if type(document) is not dict or document.get("format") != _FORMAT:
             raise CorruptCheckpoint(f"{path}: not a checkpoint of format {_FORMAT}")

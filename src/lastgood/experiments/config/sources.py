@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from lastgood.experiments.config.values import nearest
+from lastgood.names import nearest
 
 __all__ = ["Sources", "show_errors"]
 

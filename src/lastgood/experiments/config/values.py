@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from lastgood.checkpointers.registry import BASELINE, checkpointer_names
 from lastgood.cluster.testbed.state import parse_rate
 from lastgood.errors import ConfigError
+from lastgood.names import nearest
 from lastgood.workloads.registry import workload_names
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "SystemName",
     "Systems",
     "UserPath",
-    "nearest",
 ]
 
 
@@ -67,12 +66,6 @@ def _known(what: str, name: str, names: Iterable[str]) -> str:
     if name not in known:
         raise ValueError(f"unknown {what} {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     return name
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean ...?)``, or nothing if no known name is close."""
-    close = difflib.get_close_matches(name[:100], list(known), n=2, cutoff=0.6)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def _positive_interval(value: int) -> int:

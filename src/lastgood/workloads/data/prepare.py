@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastgood.errors import ConfigError, DataError
+from lastgood.names import nearest
 from lastgood.workloads.data import bible
 from lastgood.workloads.data.store import PREPARE, Manifest, file_sha256, make_folder, read_manifest, remove_folder
 
@@ -87,7 +88,7 @@ def _dataset(kind: str) -> Dataset:
     try:
         return DATASETS[kind]
     except KeyError:
-        raise ConfigError(f"unknown data set {kind!r}; known: {', '.join(DATASETS)}") from None
+        raise ConfigError(f"unknown data set {kind!r}{nearest(kind, DATASETS)}; known: {', '.join(DATASETS)}") from None
 
 
 def _fill_digits(folder: Path) -> None:
