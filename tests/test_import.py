@@ -50,7 +50,7 @@ FLOORS = [
         "checkpointers.third_party",
         "checkpointers.registry",
     ],
-    ["integrations workloads", "training"],
+    ["integrations workloads conformance", "training"],
     [
         "experiments.formulas experiments.records experiments.traces",
         "experiments.dcp experiments.machine experiments.systems",

@@ -13,6 +13,7 @@ EXTRAS = {
     "deepspeed": "deepspeed",
     **dict.fromkeys(("boto3", "botocore", "obstore"), "s3"),
     **dict.fromkeys(("nvidia_resiliency_ext", "torchsnapshot"), "third-party"),
+    "pytest": "conformance",
 }
 """The extra by the name under which a package is imported."""
 

@@ -1,41 +1,57 @@
-"""What every checkpointing system promises, one test for all of them."""
+"""What every checkpointing system promises: the conformance suite for each of ours, and what it cannot ask others."""
 
 from __future__ import annotations
 
-import resource
-import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from lastgood.checkpointers import base
-from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.copies.host import CopyFence
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.checkpointers.traits import Traits
-from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint, StateError
+from lastgood.conformance.fixtures import answer_s, declared_limit, device, file_size_limit, opened, outcomes
+from lastgood.conformance.promises import (
+    TestBoundedWaits,
+    TestDamage,
+    TestDurable,
+    TestExactness,
+    TestFullDisk,
+    TestKills,
+    TestPaths,
+    TestTwoWriters,
+)
+from lastgood.errors import ConfigError, NoCheckpoint
 from lastgood.storage import SlotWrite
 from tests.checkpointers.support.peer_processes import peers_end_with_the_test
 from tests.checkpointers.support.small_training import SmallTraining
 from tests.support.warm import WarmProcess
+
+__all__ = [
+    "TestBoundedWaits",
+    "TestDamage",
+    "TestDurable",
+    "TestExactness",
+    "TestFullDisk",
+    "TestKills",
+    "TestPaths",
+    "TestTwoWriters",
+    "answer_s",
+    "declared_limit",
+    "device",
+    "file_size_limit",
+    "opened",
+]
 
 SYSTEMS = ["sync", "checkfreq", "gpm", "gemini", "pccheck", "dcp", "torchsnapshot", "nvrx"]
 """The last two are tested where they are installed: pip install 'lastgood[third-party]'. Checkmate needs shadows:
 checkmate/test_one_rank.py and checkmate/test_ranks.py ask the same of it."""
 IN_MEMORY = {"gemini", "checkmate"}
 """These keep nothing on a disk; tests of their own damage and break what they keep."""
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return request.param
 
 
 @pytest.fixture(params=SYSTEMS)
@@ -45,6 +61,27 @@ def system(request):
     if reason is not None:
         pytest.skip(reason)
     return kind
+
+
+KILLS = {"pccheck": 10, "gemini": 3}
+"""Every day; of others 4."""
+
+
+@pytest.fixture(params=["few", pytest.param("many", marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def kills(request, system):
+    if request.param == "few":
+        return KILLS.get(system.name, 4)
+    return 100 if system.name == "pccheck" else 30
+
+
+@pytest.fixture
+def run_program():
+    def run(words, timeout_s):
+        process = WarmProcess(words)
+        told, _ = process.communicate(max(800, timeout_s))
+        return process.returncode, told
+
+    return run
 
 
 @pytest.fixture
@@ -61,48 +98,6 @@ def peers_end(request, tmp_path):
         return
     with peers_end_with_the_test(tmp_path):
         yield
-
-
-@pytest.fixture
-def opened():
-    """Makes started checkpointers and closes them at the end of the test."""
-    made = []
-
-    def make(kind, directory, state, **options) -> Checkpointer:
-        checkpointer = kind(directory, kind.Options(**options))
-        checkpointer.start(state)
-        made.append(checkpointer)
-        return checkpointer
-
-    yield make
-    for checkpointer in made:
-        checkpointer.close()
-
-
-def outcomes(checkpointer):
-    return [event.outcome for event in checkpointer.events]
-
-
-@pytest.mark.parametrize("width", [8, 900])
-def test_restores_the_state_at_the_save_though_training_went_on(system, opened, tmp_path, device, width):
-    training = SmallTraining(width, device=device)
-    checkpointer = opened(system, tmp_path, training.state)
-    saved = {}
-    for _ in range(5):
-        training.step()
-        saved[training.step_number] = training.digest()
-        checkpointer.save(training.step_number)
-        # Outside optimizer.step(): these must have been copied when save() returned.
-        training.plain["moving"] += 1
-        training.model[1].running_mean.add_(1)
-        torch.rand(1, device=device)
-    training.step()
-    checkpointer.drain()
-    assert outcomes(checkpointer)[-1] is Outcome.DURABLE
-    fresh = SmallTraining(width, seed=1, device=device)
-    step = system(tmp_path).restore(fresh.state)
-    assert step == 5 == checkpointer.latest() == system(tmp_path).latest()
-    assert fresh.digest() == saved[5]
 
 
 def test_a_pool_far_smaller_than_the_state(opened, tmp_path, device):
@@ -137,142 +132,6 @@ def test_pressure_skip_never_waits_and_counts(opened, tmp_path, monkeypatch):
     checkpointer.drain()
     assert outcomes(checkpointer) == [Outcome.DURABLE] + [Outcome.SKIPPED] * 11
     assert waits == []
-
-
-def test_losses_after_a_restore_are_those_of_the_unbroken_run(system, opened, tmp_path, device):
-    training = SmallTraining(device=device)
-    checkpointer = opened(system, tmp_path, training.state)
-    for _ in range(3):
-        training.step()
-    checkpointer.save(3)
-    expected = [training.step() for _ in range(4)]
-    checkpointer.drain()
-    fresh = SmallTraining(seed=1, device=device)
-    fresh.step()
-    assert system(tmp_path).restore(fresh.state) == 3
-    assert [fresh.step() for _ in range(4)] == expected
-
-
-def test_keeps_the_checkpoint_before_and_restores_it_by_step(system, opened, tmp_path):
-    training = SmallTraining()
-    checkpointer = opened(system, tmp_path, training.state)
-    digests = {}
-    for _ in range(4):
-        training.step()
-        digests[training.step_number] = training.digest()
-        checkpointer.save(training.step_number)
-        checkpointer.drain()
-    fresh = SmallTraining(seed=1)
-    assert system(tmp_path).restore(fresh.state, step=3) == 3
-    assert fresh.digest() == digests[3]
-    with pytest.raises(NoCheckpoint, match=r"step 99.*4"):
-        system(tmp_path).restore(fresh.state, step=99)
-
-
-def test_a_new_life_goes_on_in_the_same_directory(system, opened, tmp_path):
-    training = SmallTraining()
-    first = opened(system, tmp_path, training.state)
-    for _ in range(2):
-        training.step()
-        first.save(training.step_number)
-    first.close()
-    fresh = SmallTraining(seed=1)
-    second = system(tmp_path)
-    assert second.restore(fresh.state) == 2
-    second.start(fresh.state)
-    fresh.step()
-    digest = fresh.digest()
-    second.save(3)
-    second.close()
-    last = SmallTraining(seed=2)
-    assert system(tmp_path).restore(last.state) == 3
-    assert last.digest() == digest
-
-
-@pytest.mark.parametrize("place", ["missing", "empty"])
-def test_nothing_to_restore_is_said_clearly(system, tmp_path, place):
-    directory = tmp_path / "job"
-    if place == "empty":
-        directory.mkdir()
-    checkpointer = system(directory)
-    assert checkpointer.latest() is None
-    with pytest.raises(NoCheckpoint, match="job"):
-        checkpointer.restore(SmallTraining().state)
-
-
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(system, on_disk, opened, tmp_path, caplog):
-    training = SmallTraining()
-    checkpointer = opened(system, tmp_path, training.state)
-    digests = {}
-    for _ in range(2):
-        training.step()
-        digests[training.step_number] = training.digest()
-        checkpointer.save(training.step_number)
-        checkpointer.drain()
-    checkpointer.close()
-    weights = bytes(training.model[0].weight.detach().numpy().tobytes()[:64])
-    newest = max(
-        (path for path in tmp_path.rglob("*") if path.is_file() and weights in path.read_bytes()),
-        key=lambda path: path.stat().st_mtime_ns,
-    )
-    damaged = bytearray(newest.read_bytes())
-    middle = damaged.find(weights)
-    damaged[middle + 5] ^= 0x40
-    newest.write_bytes(damaged)
-    fresh = SmallTraining(seed=1)
-    assert system(tmp_path).restore(fresh.state) == 1
-    assert fresh.digest() == digests[1]
-    assert "trying the checkpoint before it" in caplog.text
-
-
-def test_a_state_of_another_shape_is_refused_with_both_sides(system, opened, tmp_path):
-    training = SmallTraining(width=8)
-    checkpointer = opened(system, tmp_path, training.state)
-    training.step()
-    checkpointer.save(1)
-    checkpointer.close()
-    with pytest.raises(MismatchError, match=r"\(8, 8\).*\(16, 16\)"):
-        system(tmp_path).restore(SmallTraining(width=16).state)
-
-
-def test_what_cannot_be_stored_is_refused_at_the_start(system, tmp_path):
-    checkpointer = system(tmp_path)
-    with pytest.raises(StateError, match=r"state\.bad"):
-        checkpointer.start({"bad": lambda: None})
-    checkpointer.close()
-
-
-def test_starting_twice_is_refused(system, opened, tmp_path):
-    training = SmallTraining()
-    checkpointer = opened(system, tmp_path, training.state)
-    with pytest.raises(CheckpointError, match="twice"):
-        checkpointer.start(training.state)
-
-
-def test_close_twice_and_hooks_are_gone(system, opened, tmp_path):
-    training = SmallTraining()
-    checkpointer = opened(system, tmp_path, training.state)
-    training.step()
-    checkpointer.save(1)
-    checkpointer.close()
-    checkpointer.close()
-    training.step()
-    with pytest.raises(CheckpointError, match="start"):
-        _ = checkpointer.state
-
-
-@pytest.fixture
-def file_size_limit():
-    """Makes the kernel refuse writes beyond a file size, as a full disk would, and lifts that again."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def limit(size: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_failed_save_is_counted_told_and_loses_nothing(system, on_disk, opened, tmp_path, file_size_limit, caplog):
@@ -318,19 +177,6 @@ def test_the_optimizer_waits_for_the_copy_by_itself(system, opened, tmp_path):
     assert checkpointer.update_stall_s > 0
 
 
-def test_events_tell_the_life_of_a_checkpoint(system, opened, tmp_path):
-    training = SmallTraining()
-    checkpointer = opened(system, tmp_path, training.state)
-    training.step()
-    checkpointer.save(1)
-    checkpointer.drain()
-    (event,) = checkpointer.events
-    assert event.step == 1
-    assert event.requested_s <= event.copied_s <= event.finished_s
-    assert event.bytes_written >= 64 * 64 * 4 * 3
-    assert checkpointer.storage_facts()["durability"]
-
-
 class Watched(CheckpointEvent):
     """Whoever sees in another thread that a checkpoint has ended may ask at once when, and why it failed."""
 
@@ -353,27 +199,6 @@ def test_an_outcome_is_the_last_that_is_known_of_a_checkpoint(system, opened, tm
     checkpointer.drain()
     del training.state["odd"]
     assert outcomes(checkpointer) == [Outcome.DURABLE, Outcome.FAILED], checkpointer.events
-
-
-@pytest.mark.parametrize(
-    ("name", "rounds"),
-    [
-        ("sync", 4),
-        ("checkfreq", 4),
-        ("gpm", 4),
-        ("pccheck", 10),
-        ("gemini", 3),
-        ("dcp", 4),
-        *(pytest.param(name, 30, marks=pytest.mark.slow) for name in ("sync", "checkfreq", "gpm", "gemini", "dcp")),
-        pytest.param("pccheck", 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-    ],
-)
-def test_kill_and_restore_in_a_fresh_process(name, rounds, tmp_path):
-    driver = Path(__file__).parent / "support" / "kill_driver.py"
-    process = WarmProcess([driver, name, tmp_path / "job", rounds, 7])
-    told, _ = process.communicate(800)
-    assert process.returncode == 0, told
-    assert told.count("exact") == rounds
 
 
 def test_an_outcome_prints_as_documents_name_it():
@@ -454,57 +279,6 @@ def test_a_change_under_the_copy_that_is_no_update_fails_the_checkpoint(name, op
     training.step()
     checkpointer.drain()
     assert outcomes(checkpointer)[-1] is Outcome.DURABLE
-
-
-def test_a_restore_waits_for_what_is_under_way(system, opened, tmp_path):
-    training = SmallTraining(width=900)
-    checkpointer = opened(system, tmp_path, training.state)
-    digests = {}
-    for _ in range(2):
-        training.step()
-        digests[training.step_number] = training.digest()
-        checkpointer.save(training.step_number)
-    assert checkpointer.restore(training.state) == 2
-    assert training.digest() == digests[2]
-    fresh = SmallTraining(width=900, seed=1)
-    assert system(tmp_path).restore(fresh.state) == 2
-    assert fresh.digest() == digests[2]
-
-
-def test_after_a_return_to_an_earlier_step_the_new_life_is_the_newest(system, opened, tmp_path):
-    training = SmallTraining()
-    first = opened(system, tmp_path, training.state)
-    for _ in range(2):
-        for _ in range(5):
-            training.step()
-        first.save(training.step_number)
-        first.drain()
-    first.close()
-    fresh = SmallTraining(seed=1)
-    second = system(tmp_path)
-    assert second.restore(fresh.state, step=5) == 5
-    second.start(fresh.state)
-    fresh.step()
-    digest = fresh.digest()
-    second.save(6)
-    second.close()
-    last = SmallTraining(seed=2)
-    assert system(tmp_path).restore(last.state) == 6, "step 10 belongs to the life that was given up"
-    assert last.digest() == digest
-
-
-def test_an_optimizer_that_joins_after_the_start_is_waited_for_as_well(system, opened, tmp_path):
-    training = SmallTraining()
-    checkpointer = opened(system, tmp_path, training.state)
-    second = torch.optim.SGD(training.model.parameters(), lr=0.1)
-    training.state["optimizer"] = second
-    training.step()
-    checkpointer.save(1)
-    calls = []
-    checkpointer.before_update = lambda: calls.append(1)
-    second.step()
-    assert calls == [1]
-    checkpointer.drain()
 
 
 def test_a_thread_that_cannot_start_fails_that_checkpoint_only(opened, tmp_path, monkeypatch):

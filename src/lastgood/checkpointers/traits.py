@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, get_args
 
 from lastgood.sinks import Sink
 
-__all__ = ["LAST", "CostModel", "Keeps", "LossFormula", "RanksWrite", "Traits", "traits_of_class"]
+__all__ = [
+    "LAST",
+    "CostModel",
+    "Keeps",
+    "Limit",
+    "LossFormula",
+    "Promise",
+    "RanksWrite",
+    "Traits",
+    "traits_of_class",
+]
 
 LAST: Final = 1000
 """The order of a system that declares none: after all that do."""
@@ -39,6 +49,17 @@ checkpoint at a time, written in the background), half of it (durable when `save
 writes in flight are late."""
 
 
+Promise = Literal["exactness", "kills", "damage", "full disk", "two writers", "bounded waits", "paths", "durable"]
+"""What `lastgood.conformance` tests of every system."""
+
+
+class Limit(NamedTuple):
+    """A promise that a system does not keep, and why. It is tested as well: a limit that is none is a failure."""
+
+    promise: Promise
+    why: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """What a checkpoint costs on a machine that reaches its ceilings (experiments/advise/model.py)."""
@@ -55,8 +76,8 @@ class CostModel:
 class Traits:
     """What a system is.
 
-    Raises ValueError for a colour that is not ``#RRGGBB``, a `safe_in` that is no Sink, and for `over_shards` or a
-    `helper` of another form.
+    Raises ValueError for a colour that is not ``#RRGGBB``, a `safe_in` that is no Sink, a limit of no promise, and for
+    `over_shards` or a `helper` of another form.
     """
 
     label: str = ""
@@ -93,6 +114,8 @@ class Traits:
     """None: advice needs measured runs of it."""
     loss: LossFormula = "interval"
     """The default is the most careful one."""
+    limits: tuple[Limit, ...] = ()
+    """Promises of `lastgood.conformance` that it does not keep, by its nature."""
 
     def __post_init__(self) -> None:
         if self.colour is not None and not re.fullmatch(r"#[0-9A-Fa-f]{6}", self.colour):
@@ -103,6 +126,14 @@ class Traits:
             raise ValueError(f"what a system uses over shards is module:name, not {self.over_shards!r}")
         if self.helper not in (None, "shadows", "peers") and not re.fullmatch(r"[\w.]+:[\w.]+", str(self.helper)):
             raise ValueError(f"a system's helper is shadows, peers or module:name, not {self.helper!r}")
+
+        unknown = [limit for limit in self.limits if limit[0] not in get_args(Promise)]
+        if unknown:
+            raise ValueError(f"limits name promises ({', '.join(get_args(Promise))}), not {unknown[0][0]!r}")
+
+    def limit_of(self, promise: str) -> str | None:
+        """Why it does not keep a promise; None if it does."""
+        return next((limit.why for limit in self.limits if limit.promise == promise), None)
 
     @property
     def hides_copy(self) -> bool:

@@ -33,7 +33,7 @@ from lastgood.checkpointers.gemini.traffic import Traffic
 from lastgood.checkpointers.one_at_a_time import OneAtATime
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.ranks.exchange import RankExchange
-from lastgood.checkpointers.traits import CostModel, Traits
+from lastgood.checkpointers.traits import CostModel, Limit, Traits
 from lastgood.errors import CheckpointError, CorruptCheckpoint, LastgoodError, NoCheckpoint, WaitTimeout
 from lastgood.host_memory import fresh_memory
 from lastgood.locations import Location
@@ -124,6 +124,11 @@ class Gemini(OneAtATime):
         ranks_write="peers",
         helper="peers",
         cost=CostModel(waits=False, takes="slower", over=Sink.LINK),
+        limits=(
+            Limit("damage", "it keeps nothing on a disk that could be damaged there"),
+            Limit("two writers", "its peers take what any training of the directory sends"),
+            Limit("durable", "its checkpoints end with its peers' processes"),
+        ),
     )
     Options: ClassVar[type[BaseOptions]] = GeminiOptions
     options: GeminiOptions
