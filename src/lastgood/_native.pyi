@@ -630,7 +630,7 @@ def icrc_copy_frames(data: int, frames: int, count: int, target: int, head: int,
     """
 
 class RoceParser:
-    """RoCEv2 frames to messages: lastgood.mirror.streams.roce has the form of what it gives, and the plain twin."""
+    """RoCEv2 frames to messages: lastgood.mirror.streams.roce has the form of what it gives."""
 
     def __init__(self, protocol: str, patience: int, most_waiting_bytes: int) -> None: ...
     def feed(

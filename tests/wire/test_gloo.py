@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.mirror.streams.gloo import GlooParser
 from lastgood.wire.gloo import GlooMessage, GlooRing
 from tests.mirror.support import live
 from tests.mirror.support.frames import read, read_pcap
+from tests.mirror.support.plain_gloo import GlooParser
 from tests.mirror.support.rebuild import ALLREDUCE, collectives
 
 

@@ -14,13 +14,13 @@ from lastgood.mirror.extract.extractor import Extracted
 from lastgood.mirror.extract.slots import Filled, Gone
 from lastgood.mirror.handover.extracted import pack_extracted, unpack_extracted
 from lastgood.mirror.handover.parsed import pack_parsed, unpack_parsed
-from lastgood.mirror.streams.gloo import GlooParser
 from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.nccl_sockets import NcclSocketParser
 from tests.fuzz.support.hostile import changed_bytes
 from tests.fuzz.support.registry import Prepared, decoder
 from tests.mirror.support.frames import Captured, batches, read
 from tests.mirror.support.gloo_wire import Line, Script, Turn, random_script
+from tests.mirror.support.plain_gloo import GlooParser
 from tests.mirror.support.twins import compare
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lastgood.mirror.conversation.opening import open_conversation
+from lastgood.mirror.conversation.gloo import GlooConversation
 from lastgood.mirror.conversation.places import Buckets, Contradiction, Incarnation, Learned, LostStep
 from lastgood.mirror.job.describe import describe
 from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.job.factory import training_of
-from lastgood.mirror.streams.gloo import GlooParser
 from tests.mirror.support.frames import Captured, read, read_pcap
 from tests.mirror.support.gather import Gathered
+from tests.mirror.support.plain_gloo import GlooParser
 from tests.mirror.support.training import make
 
 SAMPLES = Path(__file__).parents[1] / "samples"
@@ -29,7 +29,7 @@ def job_of(ranks: int, width: int = 24) -> JobDescription:
 
 
 def gathered_of(job: JobDescription, frames: list[Captured]) -> Gathered:
-    gathered = Gathered(open_conversation(job))
+    gathered = Gathered(GlooConversation(job))
     gathered.read(read(GlooParser(), frames))
     return gathered
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lastgood.mirror.conversation.opening import open_conversation
+from lastgood.mirror.conversation.nccl import NcclConversation
 from lastgood.mirror.conversation.places import Buckets, Contradiction, Incarnation, LostStep
 from lastgood.mirror.extract.extractor import Extractor
 from lastgood.mirror.extract.slots import Filled, GradientSlots
@@ -58,7 +58,7 @@ def test_gradients_weights_and_buffers_are_found_to_the_bit(capture: tuple[Path,
     folder, name = capture
     truth = dict(np.load(folder / f"{name}.rank0.npz"))
     job = job_of(name, truth)
-    gathered = Gathered(open_conversation(job))
+    gathered = Gathered(NcclConversation(job))
     gathered.read(read(NcclSocketParser(), read_pcap(folder / f"{name}.pcap.xz"), 1000))
     assert [one for one in gathered.events if isinstance(one, (LostStep, Contradiction))] == []
     assert [one.complete for one in gathered.events if isinstance(one, Incarnation)] == [True]
@@ -86,7 +86,7 @@ def test_weights_are_there_before_gradients_wherever_a_batch_ends(name: str) -> 
     assert {one.content[26:34] for one in frames if one.content[12:14] == b"\x08\x00"} == {b"\x7f\0\0\1" * 2}
     job = job_of(name, dict(np.load(folder / f"{name}.rank0.npz")))
     for split in range(15, len(frames), 15):
-        extractor, parser = Extractor(open_conversation(job), GradientSlots(1 << 26), 1 << 26), NcclSocketParser()
+        extractor, parser = Extractor(NcclConversation(job), GradientSlots(1 << 26), 1 << 26), NcclSocketParser()
         events = [
             *extractor.feed(parser.feed(batch(frames[:split]))),
             *extractor.feed(parser.feed(batch(frames[split:]))),

@@ -7,9 +7,10 @@ import pytest
 
 from lastgood.mirror.conversation.places import IGNORED, Closed, Expect, Incarnation, Place
 from lastgood.mirror.extract.extractor import Extractor
-from lastgood.mirror.extract.scatter import scatter, scatter_plain
+from lastgood.mirror.extract.scatter import scatter
 from lastgood.mirror.extract.slots import Filled, Gone, GradientSlots
 from lastgood.mirror.streams.messages import HEAD, LOST, PIECE, Flow, Parsed
+from tests.mirror.support.plain_scatter import scatter_plain
 
 
 class Scripted:

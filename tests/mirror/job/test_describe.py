@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lastgood.mirror.job.ddp import assign, initial_buckets
 from lastgood.mirror.job.describe import ddp_settings, describe
 from lastgood.mirror.job.description import JobDescription, read_job, write_job
 from lastgood.mirror.job.factory import Training, call_factory, training_of
-from lastgood.mirror.job.rules import ScalerSettings, with_changes
+from lastgood.mirror.job.rules import ScalerSettings
 from lastgood.optim.rule import GroupRule
 from lastgood.units import MIB
 
@@ -87,6 +88,21 @@ def test_rules_are_those_of_the_training_itself(schedule: str, every: int) -> No
     else:
         with pytest.raises(ConfigError, match="30 steps"):
             job.rules.rule(30)
+
+
+def with_changes(tree: Any, changes: Sequence[tuple[tuple[str | int, ...], float | int]]) -> Any:
+    """A copy of a tree of dicts and lists, with other values at some paths."""
+    here = {path[0]: value for path, value in changes if len(path) == 1}
+    below: dict[str | int, list[tuple[tuple[str | int, ...], float | int]]] = {}
+    for path, value in changes:
+        if len(path) > 1:
+            below.setdefault(path[0], []).append((path[1:], value))
+    if isinstance(tree, dict):
+        return {key: here[key] if key in here else with_changes(one, below.get(key, ())) for key, one in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        changed = [here[i] if i in here else with_changes(one, below.get(i, ())) for i, one in enumerate(tree)]
+        return changed if isinstance(tree, list) else tuple(changed)
+    return tree
 
 
 def plain(tree: Any) -> Any:

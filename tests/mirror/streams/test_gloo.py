@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.mirror.streams.gloo import GlooParser
 from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.tcp import TcpSettings
 from tests.mirror.support.frames import ACK, RST, SYN, Captured, Messages, read, tcp_frame
 from tests.mirror.support.gloo_wire import ENDS, Line, Script, header, random_script, slot
+from tests.mirror.support.plain_gloo import GlooParser
 
 PARSERS = [GlooParser, NativeGlooParser]
 

@@ -14,10 +14,10 @@ import pytest
 from lastgood.mirror.streams.ip import IpPacket, ip_packet
 from lastgood.mirror.streams.messages import Parser
 from lastgood.mirror.streams.roce import RoceParser
-from lastgood.mirror.streams.roce_plain import Packet, PlainRoceParser, roce_packet
 from lastgood.wire.nccl import messages, nccl_broadcast, nccl_layout
 from lastgood.wire.ring import is_final
 from tests.mirror.support.captures import captures
+from tests.mirror.support.plain_roce import Packet, PlainRoceParser, roce_packet
 from tests.mirror.support.roce_messages import Found, file_batches, read_batches
 
 SUMS = (

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.mirror.capture.frames import COOKED, COOKED_V2, ETHERNET, NO_CHECKSUM
-from lastgood.mirror.streams.gloo import GlooParser
 from lastgood.mirror.streams.ip import TCP as TCP_NUMBER
 from lastgood.mirror.streams.ip import Left, ip_packet
 from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.tcp import is_changed, tcp_segment
 from tests.mirror.support.frames import Captured, batch, ones_sum
 from tests.mirror.support.gloo_wire import header, slot
+from tests.mirror.support.plain_gloo import GlooParser
 from tests.mirror.support.twins import compare
 
 inet = pytest.importorskip("scapy.layers.inet", reason="scapy is not installed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
@@ -179,7 +179,3 @@ class FlowcheckSection(FrozenModel):
         default_factory=RecoveryBench, description="what the panel on lossy mirrors simulates and measures"
     )
     sizing: SizingBench = Field(default_factory=SizingBench, description="what the panel on large trainings assumes")
-
-    def of_part(self, part: str) -> Any:
-        """The entry of `part`."""
-        return getattr(self, part)

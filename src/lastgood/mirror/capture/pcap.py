@@ -8,7 +8,7 @@ from typing import Final
 from lastgood.errors import DataError
 from lastgood.mirror.capture.frames import LINK_TYPES, MOST_FRAME_BYTES, TRUNCATED
 
-__all__ = ["PCAP_HEADER_BYTES", "PcapWalker", "Row", "is_pcap", "pcap_header", "pcap_record"]
+__all__ = ["PCAP_HEADER_BYTES", "PcapWalker", "Row", "is_pcap"]
 
 Row = tuple[int, int, int, int, int, int]
 """As FRAME: offset, captured, length, time_ns, flags, link."""
@@ -68,14 +68,3 @@ class PcapWalker:
     def counters(self) -> dict[str, int]:
         """Nothing is counted here that the reader does not count."""
         return {}
-
-
-def pcap_header(link_type: int, snap_bytes: int = MOST_FRAME_BYTES) -> bytes:
-    """The header of a file of nanoseconds, little-endian."""
-    return struct.pack("<IHHiIII", _NANOSECONDS, 2, 4, 0, 0, snap_bytes, link_type)
-
-
-def pcap_record(frame: bytes | memoryview, time_ns: int, length: int | None = None) -> bytes:
-    """A record of such a file; `length` is the frame's on the wire, if more than what is there."""
-    seconds, nanoseconds = divmod(time_ns, 10**9)
-    return struct.pack("<IIII", seconds, nanoseconds, len(frame), max(len(frame), length or 0)) + bytes(frame)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lastgood.mirror.streams.icrc import icrc
-from lastgood.mirror.streams.roce_flow import FIRST, LAST, LAST_IMMEDIATE, MIDDLE, ONLY, ONLY_IMMEDIATE
-from lastgood.mirror.streams.roce_plain import ROCE_PORT
+from lastgood.mirror.streams.roce import FIRST, LAST, LAST_IMMEDIATE, MIDDLE, ONLY, ONLY_IMMEDIATE, ROCE_PORT
 
 __all__ = ["ACKNOWLEDGE", "Path", "acknowledge", "negative_acknowledge", "write_packets"]
 

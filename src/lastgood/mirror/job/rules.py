@@ -20,7 +20,7 @@ from lastgood.mirror.job.columns import MAX_STEPS, Column, StrictModel
 from lastgood.optim.checked_data import MAX_GROUPS
 from lastgood.optim.rule import ClipNorm, ClipValue, GroupRule, UpdateRule
 
-__all__ = ["Change", "ClipSettings", "PowerTable", "Rules", "ScalerSettings", "ScalerState", "Varying", "with_changes"]
+__all__ = ["Change", "ClipSettings", "PowerTable", "Rules", "ScalerSettings", "ScalerState", "Varying"]
 
 GroupKey = Literal["lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening"]
 _MAX_COLUMNS: Final = 4 * MAX_GROUPS
@@ -165,7 +165,7 @@ class Rules(StrictModel):
     def scheduler_state(self, step: int) -> list[tuple[tuple[str | int, ...], float | int]]:
         """What differs in the scheduler's state_dict behind step `step` from a fresh one: (path, value).
 
-        Two paths may lead to one list in a live scheduler's state_dict: `with_changes` makes them apart.
+        Two paths may lead to one list in a live scheduler's state_dict: change a copy of it, with a list for each.
         """
         return [(one.path, self.columns[one.column].at(step)) for one in self.scheduler_changes]
 
@@ -184,21 +184,6 @@ class Rules(StrictModel):
             if column.steps is not None and (self.steps is None or column.steps < self.steps):
                 raise ValueError(f"a column of {column.steps} steps, and {self.steps or 'all'} are told")
         return self
-
-
-def with_changes(tree: Any, changes: Sequence[tuple[tuple[str | int, ...], float | int]]) -> Any:
-    """A copy of a tree of dicts and lists, with other values at some paths."""
-    here = {path[0]: value for path, value in changes if len(path) == 1}
-    below: dict[str | int, list[tuple[tuple[str | int, ...], float | int]]] = {}
-    for path, value in changes:
-        if len(path) > 1:
-            below.setdefault(path[0], []).append((path[1:], value))
-    if isinstance(tree, dict):
-        return {key: here[key] if key in here else with_changes(one, below.get(key, ())) for key, one in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        changed = [here[i] if i in here else with_changes(one, below.get(i, ())) for i, one in enumerate(tree)]
-        return changed if isinstance(tree, list) else tuple(changed)
-    return tree
 
 
 def _changed(group: GroupRule, key: GroupKey, value: float) -> GroupRule:

@@ -1,4 +1,4 @@
-"""The parser of Gloo's traffic at speed: `gloo.GlooParser` in C++, without the GIL."""
+"""The parser of Gloo's traffic: C++, without the GIL. docs/wire-format.md describes what is read."""
 
 from __future__ import annotations
 

@@ -16,27 +16,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from lastgood.mirror.streams.ll import Coding, data_bytes, one_flag
+from lastgood.mirror.streams.roce import FIRST, LAST, LAST_IMMEDIATE, MIDDLE, ONLY, ONLY_IMMEDIATE
 
-__all__ = [
-    "FIRST",
-    "LAST",
-    "LAST_IMMEDIATE",
-    "MIDDLE",
-    "ONLY",
-    "ONLY_IMMEDIATE",
-    "PACKET_BYTES",
-    "Payload",
-    "QueueFlow",
-    "Sink",
-    "Write",
-]
-
-FIRST: Final = 6
-MIDDLE: Final = 7
-LAST: Final = 8
-LAST_IMMEDIATE: Final = 9
-ONLY: Final = 10
-ONLY_IMMEDIATE: Final = 11
+__all__ = ["PACKET_BYTES", "Payload", "QueueFlow", "Sink", "Write"]
 
 _MOST_WAITING_BYTES: Final = 16 << 20
 """Of one message whose length is not known yet."""

@@ -10,7 +10,6 @@ final.
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
@@ -24,37 +23,25 @@ from lastgood.mirror.streams.icrc import ICRC_BYTES, icrc
 from lastgood.mirror.streams.ip import UDP, IpPacket, Left, ip_packet
 from lastgood.mirror.streams.ll import Coding, decode
 from lastgood.mirror.streams.messages import DATA, HEAD, LOST, PIECE, Flow, Parsed
-from lastgood.mirror.streams.roce_flow import (
+from lastgood.mirror.streams.roce import (
     FIRST,
     LAST,
     LAST_IMMEDIATE,
     MIDDLE,
+    MOST_WAITING_BYTES,
     ONLY,
     ONLY_IMMEDIATE,
-    PACKET_BYTES,
-    Payload,
-    QueueFlow,
-    Write,
+    PATIENCE,
+    PROTOCOLS,
+    ROCE_PORT,
+    roce_flow,
 )
+from tests.mirror.support.plain_roce_flow import PACKET_BYTES, Payload, QueueFlow, Write
 
 if TYPE_CHECKING:
     from lastgood.mirror.capture.frames import FrameBatch
 
-__all__ = [
-    "MOST_WAITING_BYTES",
-    "PATIENCE",
-    "PROTOCOLS",
-    "ROCE_PORT",
-    "Packet",
-    "PlainRoceParser",
-    "roce_flow",
-    "roce_packet",
-]
-
-ROCE_PORT: Final = 4791
-PROTOCOLS: Final = ("auto", "simple", "ll", "ll128")
-PATIENCE: Final = 1024
-MOST_WAITING_BYTES: Final = 64 << 20
+__all__ = ["Packet", "PlainRoceParser", "roce_packet"]
 
 _ACKNOWLEDGE, _CM, _CNP = 17, 100, 129
 _WITH_ADDRESS: Final = frozenset((FIRST, ONLY, ONLY_IMMEDIATE))
@@ -136,16 +123,6 @@ def roce_packet(frame: memoryview, ip: IpPacket) -> Packet | str:
     if opcode == _ACKNOWLEDGE:
         syndrome = frame[begin]
     return Packet(opcode, queue, psn, port, address, rkey, length, immediate, syndrome, begin, end - pad)
-
-
-def roce_flow(index: int, source: bytes, destination: bytes, port: int, queue: int, from_start: bool) -> Flow:
-    """A flow as others see it."""
-    detail = {"queue_pair": queue, "from_the_beginning": from_start}
-    return Flow(index, "roce", _text(source), port, _text(destination), ROCE_PORT, detail)
-
-
-def _text(address: bytes) -> str:
-    return socket.inet_ntop(socket.AF_INET if len(address) == 4 else socket.AF_INET6, address)
 
 
 class _Key(NamedTuple):
