@@ -1,4 +1,4 @@
-"""What checksums cost: whole checkpoints by the slot store, with CRC32C and with none, in one run."""
+"""What checksums cost: complete checkpoints by the slot store, with CRC32C and with none, in one run."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _forget_peak() -> bool:
-    """Start the kernel's peak of this process's resident memory anew; False where it cannot."""
+    """Start the kernel's peak of this process's resident memory again; False if it cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

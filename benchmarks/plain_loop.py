@@ -6,7 +6,7 @@ last one is on the disk, and copies every tensor: on CUDA on a side stream, with
 the device; on the CPU at once, with all of torch's threads. Then two threads write the buffer in blocks of 4 MiB, and
 flush, and one sector is written that says which file is the newest.
 
-It remembers where the tensors are, so it fails on a training that makes them anew; and what is no tensor it leaves out.
+It remembers where the tensors are, so it fails on a training that makes new ones; and what is no tensor it leaves out.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class StoreSide:
             raise AssertionError(f"{folder}: the store gave back other bytes than it was given")
 
     def save(self) -> float:
-        """Seconds of one whole checkpoint: void record, flush, copy, checksums, data, flush, commit record, flush."""
+        """Seconds of one checkpoint: void record, flush, copy, checksums, data, flush, commit record, flush."""
         self._step += 1
         begin = time.perf_counter()
         write = self.store.begin(self._step, self.stream_bytes)

@@ -148,7 +148,7 @@ class ReceiverEvent:
         """Of ``complete`` and ``end``."""
     @property
     def cause(self) -> str:
-        """Of ``closed``: "" where the other side closed it between two records, else a name of docs/wire-format.md."""
+        """Of ``closed``: "" if the other side closed it between two records, else a name of docs/wire-format.md."""
     @property
     def errno(self) -> int:
         """Of ``closed`` with the cause ``broken``: the operating system's number; else 0."""
@@ -247,7 +247,7 @@ class Sender:
     ) -> None:
         """Start the thread, on processor `cpu` unless that is -1. `fd` is duplicated: close yours.
 
-        Where the thread cannot be started, or kept on `cpu` (OSError), the connection is ended.
+        If the thread cannot be started, or kept on `cpu` (OSError), the connection is ended.
 
         Up to `queue` calls wait to go out, with up to `pool_bytes` of payloads that are copied. Payloads over
         `record_bytes` go out as several records. The connection fails (ETIMEDOUT) if the other side takes no byte for
@@ -268,7 +268,7 @@ class Sender:
     ) -> int:
         """Queue a gradient: `nbytes` at `address` that belong at byte `offset` of a bucket. Return a ticket, from 1 on.
 
-        Return 0 where the queue or the pool has no room within `timeout_s`. Borrowed memory is sent from where it lies,
+        Return 0 if the queue or the pool has no room within `timeout_s`. Borrowed memory is sent from where it lies,
         and must not change until `returned`; other memory is copied before this returns. Raises ValueError for what
         makes no record, and for a copy that the pool can never hold.
         """
@@ -279,7 +279,7 @@ class Sender:
     def wait_returned(self, ticket: int, timeout_s: float) -> bool:
         """Wait until all calls up to `ticket` have gone out to the kernel; False if they have not within `timeout_s`.
 
-        Raises OSError where the connection has failed; then nothing is read any more, either.
+        Raises OSError if the connection has failed; then nothing is read any more, either.
         """
     @property
     def last_ticket(self) -> int:
@@ -469,7 +469,7 @@ def sparse_catch_up(
     threads: int,
     variant: str = "",
 ) -> None:
-    """All steps that any place missed, as `sparse_update` makes them; `touched` then says so."""
+    """All steps that any place missed, as `sparse_update` makes them; `touched` then shows it."""
 
 class OutOfStep(Exception):
     """The previous rank of a ring sent another record than this rank's own plan expects."""
@@ -487,7 +487,7 @@ class RingPlan:
     """How one tensor goes around a ring: the same for each of its iterations. `wire.ring_comm` makes them.
 
     `ranges` are (bytes, bucket, offset in the bucket) in the tensor's order; `own` and `previous` what this rank and
-    the one before send at each step: (chunk, whole sum or not, marked or not). ValueError where they do not fit.
+    the one before send at each step: (chunk, whole sum or not, marked or not). ValueError if they do not fit.
     """
 
     def __init__(
@@ -580,7 +580,7 @@ class PacketBlocks:
 class FrameRing:
     """One side of a ring of frames in the `nbytes` of shared memory at `address`.
 
-    ValueError where there is none; RuntimeError where the other side left what cannot be.
+    ValueError if there is none; RuntimeError if the other side left what cannot be.
     """
 
     def __init__(self, address: int, nbytes: int, writer: bool) -> None: ...

@@ -239,7 +239,7 @@ def remove_temporary_files(directory: Path, older: re.Pattern[str] | None = None
 
 
 def entries_of(directory: Path) -> list[Path]:
-    """What lies in a directory; nothing where there is none.
+    """What lies in a directory; nothing if there is none.
 
     Raises StorageError if it cannot be read, or is none.
     """
@@ -340,7 +340,7 @@ def storage_errors(path: Path, operation: str, nbytes: int | None = None) -> Ite
 
 
 def storage_error(error: OSError, path: Path, operation: str, nbytes: int | None = None) -> StorageError:
-    """The StorageError for what the operating system refused, with a hint where one is known."""
+    """The StorageError for what the operating system refused, with a hint if one is known."""
     # The native side knows more closely what failed.
     operation = getattr(error, "operation", operation)
     nbytes = getattr(error, "nbytes", nbytes) or nbytes

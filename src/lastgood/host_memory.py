@@ -1,4 +1,4 @@
-"""Large host memory, in huge pages where the kernel has them.
+"""Large host memory, in huge pages if the kernel has them.
 
 Small pages fault slowly, and each of them is looked up in tables again and again: on a virtual machine in two sets of
 tables. If a whole state is written or read once an iteration, that is a good part of the time.

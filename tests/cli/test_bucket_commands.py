@@ -96,7 +96,7 @@ def test_inspect_and_verify_of_several_ranks(ranked):
     assert there["whole"] == here["whole"] == [{"step": step, "incarnation": 1, "bad": None} for step in (20, 10)]
     assert [[slot["rank"] for slot in rank["slots"]] for rank in there["ranks"]] == [[0, 0], [1, 1], [2, 2]]
     printed = call("inspect", client.root)[1]
-    assert f"{client.root}, rank 2" in printed and "whole on all ranks: 20 (incarnation 1), 10" in printed
+    assert f"{client.root}, rank 2" in printed and "complete on all ranks: 20 (incarnation 1), 10" in printed
     code, found, _ = told("verify", client.root)
     assert (code, found["restore"], found["trouble"]) == (0, 20, [])
     assert [[slot["result"] for slot in rank["slots"]] for rank in found["ranks"]] == [["whole", "whole"]] * 3

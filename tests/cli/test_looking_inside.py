@@ -153,7 +153,7 @@ def test_inspect_says_what_lies_there_of_systems_without_slots(system, what, dir
     assert json.loads(run("inspect", other, "--json"))["other_checkpoints"] == [{"what": what, "steps": steps}]
     with pytest.raises(NoCheckpoint, match=re.escape(told)):
         run("verify", other)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         run("inspect", other, "--layout")
     assert f"{tmp_path}: there is no checkpoint here, but in " in run("inspect", tmp_path)
     found = json.loads(run("inspect", other.parent, "--json"))
@@ -198,7 +198,7 @@ def test_inspect_of_a_directory_with_an_unreadable_file(directory, tmp_path):
 
 
 def test_inspect_of_a_step_that_is_not_there(directory):
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 77; steps \[4, 3"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 77; steps \[4, 3"):
         run("inspect", directory, "--step", 77)
 
 
@@ -233,7 +233,7 @@ def test_verify_finds_damage(directory, place):
 
 def test_verify_without_a_checkpoint(directory, tmp_path):
     (tmp_path / "empty").mkdir()
-    for step, words in (([], "there is no checkpoint here$"), (["--step", 3], "no whole checkpoint of step 3")):
+    for step, words in (([], "there is no checkpoint here$"), (["--step", 3], "no complete checkpoint of step 3")):
         with pytest.raises(NoCheckpoint, match=words):
             run("verify", tmp_path / "empty", *step)
     with pytest.raises(NoCheckpoint, match=r"of step 77; .*\[.*3, 4\]"):

@@ -98,7 +98,7 @@ def test_all_ranks_are_sent_with_one_commit(tmp_path, place):
 
 
 def test_what_cannot_be_sent_is_said(tmp_path, job, place):
-    with pytest.raises(NoCheckpoint, match=r"no whole checkpoint of step 9; steps \[3, 2"):
+    with pytest.raises(NoCheckpoint, match=r"no complete checkpoint of step 9; steps \[3, 2"):
         call("push", job, place.root, "--step", 9)
     with pytest.raises(NoCheckpoint):
         call("push", tmp_path / "nothing", place.root)

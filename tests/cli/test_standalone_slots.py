@@ -100,7 +100,7 @@ def test_inspect_shows_all_files_of_a_tag(tag):
     assert found["other_files"] == ["notes.txt", "written_by_torch.pt"]
     assert [tensor["name"] for one in found["layouts"] for tensor in one["tensors"]][2:] == ["optimizer.moments.0"]
     assert "not in Lastgood's format: notes.txt, written_by_torch.pt" in run("inspect", tag)
-    with pytest.raises(CheckpointError, match=r"no whole file of step 8; steps \[7\]"):
+    with pytest.raises(CheckpointError, match=r"no complete file of step 8; steps \[7\]"):
         run("inspect", tag, "--step", "8")
 
 
@@ -109,7 +109,7 @@ def test_verify_reads_every_byte(tag):
     found = json.loads(run("verify", tag, "--json"))
     assert [(one["result"], one["damaged"]) for one in found["slots"]] == [("whole", False)] * 2
     assert found["not_checked"] == ["written_by_torch.pt"]
-    with pytest.raises(NoCheckpoint, match=r"no whole checkpoint of step 8; whole ones are there of steps \[7\]"):
+    with pytest.raises(NoCheckpoint, match=r"no complete checkpoint of step 8; complete ones are there of steps \[7\]"):
         run("verify", tag, "--step", "8")
     model, optimizer = (tag / one["file"] for one in found["slots"])
     flip(model, data_offset(model) + 5_000_000)
@@ -147,7 +147,7 @@ def test_what_a_killed_save_left_is_no_damage(tag):
     assert (found[left.name]["result"], found[left.name]["damaged"]) == ("void", False)
     model.unlink()
     (tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(NoCheckpoint, match="no whole checkpoint; whole ones are there of steps none"):
+    with pytest.raises(NoCheckpoint, match="no complete checkpoint; complete ones are there of steps none"):
         run("verify", tag)
 
 

@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_named(tmp_path, engine):
 def test_a_cut_file_is_refused(tmp_path, engine, keep):
     (path,) = save(engine(), tmp_path, "a", state_of())
     os.truncate(path, keep)
-    with pytest.raises(CorruptCheckpoint, match=r"part-0.pt: not a whole checkpoint"):
+    with pytest.raises(CorruptCheckpoint, match=r"part-0.pt: not a complete checkpoint"):
         engine().load(str(path))
 
 

@@ -269,7 +269,7 @@ def draw_partial_figure(figure, model):
 
 
 def remove_outdated_partial_figures():
-    """Remove partial figures of panels that are whole now."""
+    """Remove partial figures of panels that are complete now."""
     for figure, model in PLAN.records:
         if not missing_records(figure, model):
             for ending in PANEL_ENDINGS:

@@ -56,7 +56,7 @@ class CallbackModule(CallbackBase):
         self._fail(result)
 
     def v2_playbook_on_stats(self, stats):
-        """Write the report, whole or not at all."""
+        """Write the report, completely or not at all."""
         path = os.environ.get("LASTGOOD_REPORT")
         if not path:
             return

@@ -132,7 +132,7 @@ class Checkpointer(Endable):
     def unavailable(cls) -> str | None:
         """Why this system cannot be used here, as one sentence that says what to do, or None. Imports nothing large.
 
-        Figures leave such a system out and say so; it is an error only if it is asked for by itself.
+        Figures leave such a system out, with a note; it is an error only if it is asked for by itself.
         """
         return None
 
@@ -282,7 +282,7 @@ class Checkpointer(Endable):
             self._beginnings.compare()
 
     def _place_of(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, for people."""
+        """The place of the checkpoint of `step`, for people."""
         del step
         return self.directory
 
@@ -437,7 +437,7 @@ class Checkpointer(Endable):
         return [optimizer for part in self.state.values() for optimizer in optimizers_beneath(part)]
 
     def _fail(self, event: CheckpointEvent, error: BaseException) -> None:
-        """Note that a checkpoint failed, and say so at growing distances."""
+        """Note that a checkpoint failed, and log it at growing distances."""
         event.finished_s = time.perf_counter()
         event.error = f"{type(error).__name__}: {error}"
         event.outcome = Outcome.FAILED  # last: whoever sees it in another thread may ask why

@@ -81,14 +81,14 @@ class DirectorySystem(Checkpointer):
         """
 
     def _seal(self, draft: Draft) -> None:
-        """Called in a thread when the library is done: seal the draft, unless that is done where it was written."""
+        """Called in a thread when the library is done: seal the draft, unless the writer has done that."""
         draft.seal()
 
     def _stop(self, flight: LibrarySave) -> None:
         """Called when a save failed, perhaps while the library still writes: end that if it can be ended."""
 
     def _explained(self, error: BaseException) -> BaseException:
-        """The cause of a failure in the library, an Exception where it is no Ctrl-C."""
+        """The cause of a failure in the library, an Exception unless it is Ctrl-C."""
         return error
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class DirectorySystem(Checkpointer):
             return candidate.step
         if refused:
             raise CorruptCheckpoint(f"{self.directory}: no checkpoint can be read: {'; '.join(refused)}")
-        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        asked = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
         steps = [found.step for found in known]
         raise NoCheckpoint(f"{self.directory}: no {asked}; checkpoints of steps {steps or 'none'}")
 

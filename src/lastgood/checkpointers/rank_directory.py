@@ -24,7 +24,7 @@ def job_of(directory: Path | str) -> Path | None:
 
 
 def rank_directories(job: Path | str) -> dict[int, Path]:
-    """The ranks' directories that are here, by rank; none where `job` is no directory of several ranks.
+    """The ranks' directories that are here, by rank; none if `job` is no directory of several ranks.
 
     Raises StorageError if it cannot be read.
     """

@@ -75,7 +75,7 @@ class SaveHealth:
             return SaveStatus(self._newest_step, time.perf_counter() - self._since_s, self._failed, self._error)
 
     def failed(self, event: CheckpointEvent, kind: str, events: Sequence[CheckpointEvent]) -> None:
-        """A save failed: say so the first time, at the 2nd, 4th, 8th and so on in a row, and if its kind is new."""
+        """A save failed: log it the first time, at the 2nd, 4th, 8th and so on in a row, and if its kind is new."""
         with self._lock:
             self.status(events)
             self._failed += 1

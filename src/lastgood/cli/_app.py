@@ -1,4 +1,4 @@
-"""A group of commands, each of which refuses a URL where it asks for a path, and takes `--quiet`."""
+"""A group of commands, each of which refuses a URL if it asks for a path, and takes `--quiet`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def emit_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
         table.add_column(column)
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    # Into a pipe or a file whole lines: file names cut at 80 columns could not be searched for.
+    # Lines are not cut in a pipe or a file: file names cut at 80 columns could not be searched for.
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
 
 

@@ -34,7 +34,7 @@ _Ceilings = Annotated[
         metavar="FILE", help="Record of the ceilings (default: this machine's, in results/).", show_default=False
     ),
 ]
-_Machine = Annotated[str | None, typer.Option(help="Which machine's runs, where the records have several.")]
+_Machine = Annotated[str | None, typer.Option(help="Which machine's runs, if the records have several.")]
 _Device = Annotated[
     Device | None,
     typer.Option(metavar="cpu|cuda", help="Where the training runs (default: as the records or ceilings)."),
@@ -71,7 +71,7 @@ def advise(
     ] = 168.0,
     in_flight: Annotated[int, typer.Option(help="PCcheck's checkpoints in flight.")] = 2,
     network_gbit: Annotated[
-        float | None, typer.Option(help="Network to a peer in Gbit/s, where it was not measured.", show_default=False)
+        float | None, typer.Option(help="Network to a peer in Gbit/s, if it was not measured.", show_default=False)
     ] = None,
     machine: _Machine = None,
     device: _Device = None,

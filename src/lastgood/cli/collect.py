@@ -21,7 +21,7 @@ def collect(
     out_wide: Annotated[Path, typer.Option(help="CSV with a row per series and a column per value of the axis.")],
     partial: Annotated[bool, typer.Option("--partial", help="Go on without the records that are not there.")] = False,
     expected: Annotated[
-        int | None, typer.Option(min=1, help="Runs of the whole panel (default: the records named).")
+        int | None, typer.Option(min=1, help="Runs of the complete panel (default: the records named).")
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Published numbers to show beside ours, as in figures/reference.")

@@ -135,5 +135,5 @@ def _choose(view: SlotView, step: int | None) -> SlotInfo:
         if info.step == step:
             return info
     raise NoCheckpoint(
-        f"{view.directory}: no whole checkpoint of step {step}; steps {[i.step for i in found] or 'none'}"
+        f"{view.directory}: no complete checkpoint of step {step}; steps {[i.step for i in found] or 'none'}"
     )

@@ -41,7 +41,7 @@ _TRIES = 3
 def inspect(
     directory: Directory,
     layout: Annotated[
-        bool, typer.Option("--layout", help="Also show the tensors and values of the newest whole checkpoint.")
+        bool, typer.Option("--layout", help="Also show the tensors and values of the newest complete checkpoint.")
     ] = False,
     step: Annotated[
         int | None, typer.Option(help="Show the tensors and values of the checkpoint of this step.", show_default=False)
@@ -51,7 +51,7 @@ def inspect(
     endpoint_url: EndpointUrl = None,
     profile: Profile = None,
 ) -> None:
-    """Show the slots of a checkpoint directory: which are whole, and which is the newest; and what is in one.
+    """Show the slots of a checkpoint directory: which are complete, and which is the newest; and what is in one.
 
     Of a job in a bucket it shows the checkpoints that were committed there. Of systems without slots (sync, checkfreq,
     dcp, ...) it says which steps are there. Reads records and layouts, not the data; `lastgood verify` does. Exit 1 if
@@ -89,7 +89,7 @@ def inspect(
             if contents is not None:
                 _show_contents(contents)
         if ranks and (slots or not others):
-            sys.stdout.write(f"whole on all ranks: {listed(common)}\n")
+            sys.stdout.write(f"complete on all ranks: {listed(common)}\n")
     if troubles:
         raise CheckpointError("; ".join(troubles))
 
@@ -130,7 +130,7 @@ def of_step(statuses: Sequence[SlotStatus], step: int | None) -> list[SlotStatus
 
 
 def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | None, json: bool) -> None:
-    """Files that stand alone: each with its records, and with its contents where they are asked for."""
+    """Files that stand alone: each with its records, and with its contents if they are asked for."""
     from lastgood.checkpointers.slots.contents import read_layout
     from lastgood.storage import SlotView
     from lastgood.storage.standalone_slot import ROOT
@@ -143,7 +143,7 @@ def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | N
             with noted(troubles):
                 contents.append(_describe_layout(info, read_layout(SlotView(info.path.parent), info), ROOT))
     if (layout or step is not None) and not any(status.info for status in statuses):
-        asked = "whole file" if step is None else f"whole file of step {step}"
+        asked = "complete file" if step is None else f"complete file of step {step}"
         steps = sorted({status.info.step for status in standalone.statuses if status.info is not None})
         troubles.append(f"{standalone.place}: no {asked}; steps {steps or 'none'}")
     described = [_describe(status, None, {}, None) for status in statuses]
@@ -165,7 +165,7 @@ def _inspect_standalone(standalone: StandaloneSlots, layout: bool, step: int | N
 
 
 def _common(job: OpenedJob, troubles: list[str]) -> list[dict[str, Any]]:
-    """The checkpoints of a job that all of its ranks hold whole, the newest first."""
+    """The checkpoints of a job of which all ranks hold a complete part, the newest first."""
     found = []
     with noted(troubles):
         for one in job.checkpoints():
@@ -281,7 +281,7 @@ def _show_slots(title: str, described: list[dict[str, Any]]) -> None:
 
 
 def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
-    """The tensors and values of the newest whole checkpoint, or of the newest one of `step`."""
+    """The tensors and values of the newest complete checkpoint, or of the newest one of `step`."""
     from lastgood.checkpointers.slots.contents import look_at_slots, read_layout
 
     tries = 0
@@ -290,7 +290,7 @@ def _contents(view: SlotView, step: int | None) -> dict[str, Any]:
         whole = view.complete(look_at_slots(view)[0])
         info = next((info for info in whole if step is None or info.step == step), None)
         if info is None:
-            asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+            asked = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
             raise NoCheckpoint(f"{view.directory}: no {asked}; steps {[info.step for info in whole] or 'none'}")
         try:
             return _describe_layout(info, read_layout(view, info))

@@ -33,7 +33,7 @@ def plan(
     probe: Annotated[
         bool,
         typer.Option(
-            help="Where nothing was measured yet, look at this machine for up to 20 s, once, to predict times "
+            help="If nothing was measured yet, look at this machine for up to 20 s, once, to predict times "
             "[default: if the configuration names no other `machine`]."
         ),
     ] = True,

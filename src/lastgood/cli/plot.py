@@ -20,7 +20,7 @@ def plot(
     caption: Annotated[
         Literal["below", "none"], typer.Option(help="Under the picture, or none: a paper has its own.")
     ] = "below",
-    partial: Annotated[bool, typer.Option("--partial", help="Draw it although runs are missing, and say so.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Draw it although runs are missing, with a note.")] = False,
 ) -> None:
     """Draw a figure as PDF, PNG and SVG. The same CSV always gives the same bytes."""
     from lastgood.experiments.figures.registry import figure_kind

@@ -129,7 +129,7 @@ def status(
     token_file: TokenFile,
     as_json: Annotated[bool, typer.Option("--json", help="Print to stdout as JSON.")] = False,
 ) -> None:
-    """Show the newest complete step of each shadow, and of all. Exits with 1 where one does not answer."""
+    """Show the newest complete step of each shadow, and of all. Exits with 1 if one does not answer."""
     answers = _ask(shadows, token_file)
     overall = _overall(shadows, answers)
     if as_json:

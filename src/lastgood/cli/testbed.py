@@ -38,7 +38,7 @@ def up(
     state: Annotated[Path | None, typer.Option(help="Folder of its keys and files; by default below /run.")] = None,
     name: Name = "main",
 ) -> None:
-    """Make a testbed, or make one that is there whole again. Needs root."""
+    """Make a testbed, or repair one that is there. Needs root."""
     from lastgood.cluster.hostfile import write_hostfile
     from lastgood.cluster.testbed.testbed import Testbed
 
@@ -133,7 +133,7 @@ def execute(
     command: Annotated[list[str], typer.Argument(help="The command, after --.")],
     name: Name = "main",
 ) -> None:
-    """Run a command on a node by ssh; exits with its exit code, 255 where ssh fails.
+    """Run a command on a node by ssh; exits with its exit code, 255 if ssh fails.
 
     Words arrive as they are given: for a pipe or a variable of the node's, `exec vm1 -- sh -c '...'`.
     """

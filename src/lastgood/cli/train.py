@@ -39,7 +39,7 @@ def train(
     cpus: Annotated[
         str | None, typer.Option(help="CPUs to stay on, as 0-3,8; shared out by LOCAL_RANK under torchrun.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Where a shadow is slow: block, queue or drop.")] = "block",
+    policy: Annotated[str, typer.Option(help="If a shadow is slow: block, queue or drop.")] = "block",
     configfile: Annotated[
         Path | None, typer.Option(help="A configuration file [default: the checkout's config/laptop.yaml].")
     ] = None,

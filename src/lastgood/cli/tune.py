@@ -101,7 +101,7 @@ def _refuse_mixed(
 
 
 def _memory_bytes() -> int:
-    """What is available, or less where a container has a limit."""
+    """What is available, or less if a container has a limit."""
     import psutil
 
     from lastgood.experiments.machine.facts import memory_bytes

@@ -34,7 +34,7 @@ def verify(
     endpoint_url: EndpointUrl = None,
     profile: Profile = None,
 ) -> None:
-    """Read every whole checkpoint and check all that a restore checks; exit 1 if one would be refused.
+    """Read every complete checkpoint and check all that a restore checks; exit 1 if one would be refused.
 
     What a killed process left unfinished is no damage, nor is a slot that a training overwrites meanwhile.
     """
@@ -65,8 +65,8 @@ def verify(
         if not one["slots"] and step is None:
             raise NoCheckpoint(none_here(opened, rank))
         if not any(slot["result"] == "whole" for slot in one["slots"]):
-            asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-            raise NoCheckpoint(f"{opened.where(rank)}: no {asked}; whole ones are there of steps {steps or 'none'}")
+            asked = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
+            raise NoCheckpoint(f"{opened.where(rank)}: no {asked}; complete ones are there of steps {steps or 'none'}")
 
 
 def _bytes_to_read(job: OpenedJob, standalone: StandaloneSlots | None, step: int | None) -> int:
@@ -83,7 +83,7 @@ def _bytes_to_read(job: OpenedJob, standalone: StandaloneSlots | None, step: int
 def _verify(
     job: OpenedJob, rank: int, step: int | None, threads: int, progress: Progress
 ) -> tuple[dict[str, Any], list[int]]:
-    """What became of the slots of one rank's part, and the steps that looked whole before any was read."""
+    """What became of the slots of one rank's part, and the steps that looked complete before any was read."""
     from lastgood.checkpointers.recovery.restorable import step_to_restore
     from lastgood.checkpointers.slots.contents import look_at_slots
 
@@ -148,7 +148,7 @@ def _verify_job(job: OpenedJob, step: int | None, ranks: list[dict[str, Any]]) -
 
 def _show_job(job: dict[str, Any]) -> None:
     if job:
-        console.print(f"whole on all ranks: {listed(job['whole'])}")
+        console.print(f"complete on all ranks: {listed(job['whole'])}")
         for trouble in job["trouble"]:
             console.print(trouble)
 

@@ -75,7 +75,7 @@ def use_lastgood(
         pool_bytes: host memory of each rank for data on its way to the disk. If a state is larger, a save waits for
             the disk to take the rest.
         timeout_s: how long a rank waits for its own disk.
-        readable_by: who may read a tag's files, and its folder where it is made: ``owner``, ``group`` or ``all``.
+        readable_by: who may read a tag's files, and its folder if it is new: ``owner``, ``group`` or ``all``.
 
     Returns the checkpoint engine that was put in place; `events` tells what became of each save.
 
@@ -256,7 +256,7 @@ class LastgoodFiles:
     def cleanup(self) -> None:
         """DeepSpeedEngine.destroy calls this for background saves, also when one rank ends by an error.
 
-        So it asks nothing of other ranks: a save that nobody drained is given up, and the log says so.
+        So it asks nothing of other ranks: a save that nobody drained is given up, and logged.
         """
         self.close()
 

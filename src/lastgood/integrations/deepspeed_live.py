@@ -60,7 +60,7 @@ class LiveZero:
         self.settle()
 
     def settle(self) -> None:
-        """Make the optimizer whole again; after every step, before its state is looked at. Twice does no harm.
+        """Put back all entries of the optimizer; after every step, before its state is read. Twice does no harm.
 
         ZeRO 3 takes the partitions out of the optimizer's groups at the end of a step.
         """
@@ -70,7 +70,7 @@ class LiveZero:
             self._zero._set_fp32_optimizer_param_groups()
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
-        """The model's own weights as this rank holds them: whole, or under ZeRO 3 its part and what is kept whole."""
+        """The model's own weights as this rank holds them; under ZeRO 3 its part, and what is not partitioned."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self._module.named_parameters():
             if self._stage == 3:

@@ -1,7 +1,7 @@
 """The files of one DeepSpeed tag: written by several threads, durable on every rank before the first one is named.
 
 Needs no DeepSpeed. All ranks call `begin`, each rank `put` for its own files, then all ranks `finish` (or `poll`, and
-`finish` once it says so). The ranks agree twice: that all have written, and that all have named their files. So a tag
+`finish` once that is true). The ranks agree twice: that all have written, and that all have named their files. So a tag
 that a finished save returned is complete and durable, and one that failed changed nothing but, perhaps, its own folder.
 """
 
@@ -78,7 +78,7 @@ class SaveOptions:
     timeout_s: float = 600.0
     """How long a rank waits for its own disk."""
     readable_by: ReadableBy = ReadableBy.OWNER
-    """Who may read a tag's files, and its folder where it is made here; what `save_16bit_model` writes is as the umask
+    """Who may read a tag's files, and its folder if it is new; what `save_16bit_model` writes is as the umask
     has it."""
 
 

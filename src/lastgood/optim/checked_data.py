@@ -29,7 +29,7 @@ class Reader:
         self._what = what
 
     def bad(self, key: str, expected: str) -> CorruptCheckpoint:
-        """The error to raise where `key` is not what was `expected`."""
+        """The error to raise if `key` is not what was `expected`."""
         return CorruptCheckpoint(f"{self._what}: {key} is not {expected}")
 
     def has(self, key: str) -> bool:

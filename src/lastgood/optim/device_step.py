@@ -46,7 +46,7 @@ class DeviceStep:
                 self._count(i, rule.groups[group])
 
     def _sizes(self, i: int, numbers: GroupRule) -> tuple[float, float]:
-        """Adam's step size and bias correction of one parameter, each rounded where the kernels round."""
+        """Adam's step size and bias correction of one parameter, each rounded as the kernels round."""
         if self._spec.kind == "sgd":
             return 0.0, 1.0
         step = int(self._state.tensors[i]["step"]) + 1

@@ -75,7 +75,7 @@ def _compare(number: int, held: Mapping[str, torch.Tensor], given: Mapping[str, 
     for key, tensor in held.items():
         other = given[key]
         if key == "step":
-            # torch keeps it as float64 where that is the default dtype.
+            # torch keeps it as float64 if that is the default dtype.
             if other.numel() != 1 or float(other) != float(other.float()) or not 0 <= float(other) < 2**24:
                 raise MismatchError(f"step of parameter {number} is no count below 2^24")
         elif other.shape != tensor.shape or other.dtype != tensor.dtype:

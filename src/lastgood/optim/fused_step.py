@@ -27,7 +27,7 @@ class FusedStep:
     """torch's fused CPU kernels on tensors that somebody else owns.
 
     Native code unscales, clips and steps in one pass, if it comes to the same bits. torch's kernel gets what is
-    left, the last elements of each tensor or all of them: in one call where gradients are stepped as they are,
+    left, the last elements of each tensor or all of them: in one call if gradients are stepped as they are,
     otherwise cut into chunks. A chunk is unscaled and clipped into a buffer that is used again and again, and stepped
     while it is in the cache, so that no memory is written for it. Cuts lie at multiples of 64 bytes, where the kernel
     itself cuts a tensor between its threads, so that its last elements, rounded otherwise, are the same.
@@ -56,7 +56,7 @@ class FusedStep:
         ]
 
     def step(self, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
-        """One step in place. Gradients may be changed where the kernel divides by a loss scale."""
+        """One step in place. Gradients may be changed if the kernel divides by a loss scale."""
         prepare = Preparation(rule)
         with torch.no_grad(), intra_op_threads(self._threads):
             for (group, dtype), which in self._together.items():

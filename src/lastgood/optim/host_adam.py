@@ -56,7 +56,7 @@ class TorchAdam:
 class HostAdam:
     """Native code with one group's numbers: unscales, clips and steps in one pass over memory, as torch does in two.
 
-    Only if `can` says so, and only the first `whole` elements of each tensor: the kernel rounds the last otherwise.
+    Only if `can` is true, and only the first `whole` elements of each tensor: the kernel rounds the last otherwise.
     """
 
     def __init__(self, kind: str, flags: GroupSpec, numbers: GroupRule, rule: UpdateRule, threads: int) -> None:
@@ -111,7 +111,7 @@ def makes_torchs_steps(kind: str, dtype: str) -> bool:
     """
     if _native.step_variants() == ["portable"]:
         return False  # right, but slow: each FMA is a call
-    # With the last pair, 1 - lr * decay is another number in float64 where that is contracted.
+    # With the last pair, 1 - lr * decay is another number in float64 if that is contracted.
     rates = ((0.013, 0.0), (0.013, 0.37), (0.75, 1.7))
     alike = all(_alike(kind, dtype, *case) for case in product((False, True), (False, True), rates))
     if not alike:

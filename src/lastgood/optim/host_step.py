@@ -40,7 +40,7 @@ class HostStep:
         self._parts = [_Part(spec, parameters, groups, which) for which in _cut(parameters)]
 
     def step(self, gradients: Sequence[torch.Tensor | None], rule: UpdateRule) -> None:
-        """One step in place. Gradients are changed in place as well where they are unscaled or clipped."""
+        """One step in place. Gradients are changed in place as well if they are unscaled or clipped."""
         prepare = Preparation(rule)
         with torch.no_grad(), intra_op_threads(self._threads):
             for part in self._parts:

@@ -18,7 +18,7 @@ Implementation = Literal["fused", "foreach", "single"]
 Arithmetic = Literal["cpu", "cuda"]
 
 ALL_LANES: Final = 0xFF
-"""Every element is contracted into FMA where a kernel's source lets the compiler choose."""
+"""Every element is contracted into FMA if a kernel's source lets the compiler choose."""
 
 _KINDS: Final = ("sgd", "adam", "adamw")
 _IMPLEMENTATIONS: Final = ("fused", "foreach", "single")
@@ -34,7 +34,7 @@ class GroupSpec:
     """One parameter group: its parameters, by their places in the model's list, and its flags.
 
     `lanes` and `scaled_lanes` (without and with a loss scale in the kernel) say which elements a device's compiler
-    contracted into FMA where the source leaves it to it (`lastgood.optim.probe`): bits 0 to 3 for the four elements of
+    contracted into FMA if the source leaves it to it (`lastgood.optim.probe`): bits 0 to 3 for the four elements of
     a CUDA thread over aligned tensors, bits 4 to 7 over others.
     """
 

@@ -78,7 +78,7 @@ class Chunk:
 
 
 def pack_header(chunk: Chunk) -> bytes:
-    """The 64 bytes of a header. Raises struct.error where a number does not fit its field."""
+    """The 64 bytes of a header. Raises struct.error if a number does not fit its field."""
     header = _HEADER.pack(
         _MAGIC,
         _VERSION,

@@ -106,7 +106,7 @@ class Compressor(ABC):
             gradient: flat, contiguous, on the CPU: float32, float16 or bfloat16.
             residual: float32 of the same length. To the bit, what is sent and the new residual add up to the gradient
                 and the old residual, element by element (a zero may change its sign). If the gradient is not finite,
-                nothing is sent, the result says so, and the residual stays as it is. So does each element whose sum
+                nothing is sent, the result is marked, and the residual stays as it is. So does each element whose sum
                 overflows, but then the others take up the finite gradient. None: what is not sent is lost.
             count: as `keep_count` gives it. Compressors of blocks choose as many blocks as hold so many elements.
             into: where the new residual goes instead; what is in it counts only if the result is finite. It saves

@@ -130,7 +130,7 @@ def find_place_in(store: Any, rank: int, ranks: int, timeout_s: float, host: str
 
 
 def _wait_for_all(store: Any, ranks: int, timeout_s: float) -> None:
-    """Raise WaitTimeout, naming those that are missing, unless all ranks say something in time."""
+    """Raise WaitTimeout, naming those that are missing, unless all ranks report in time."""
     deadline = time.monotonic() + timeout_s
     missing = [str(rank) for rank in range(ranks)]
     while missing := [rank for rank in missing if not store.check([rank])]:

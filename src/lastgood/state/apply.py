@@ -69,7 +69,7 @@ def load_tree(state: Mapping[str, Any], tree: Mapping[str, Any], where: str) -> 
 
 
 def _loaded(live: Any, saved: Any, path: str) -> Any:
-    """What is to stand in the place of `live`: itself with the values of `saved`, or `saved` where that is plain."""
+    """What is to stand in the place of `live`: itself with the values of `saved`, or `saved` if that is plain."""
     if is_optimizer(live):
         load_optimizer(live, saved)
     elif isinstance(live, torch.nn.Module):

@@ -72,7 +72,7 @@ def _owners(optimizer: Any, saved: Mapping[str, Any]) -> dict[Any, tuple[torch.T
     """The live parameter, and the saved group, of each number in a saved state."""
     numbered = [(number, group) for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Where there are more of one, torch refuses the state.
+    # If there are more of one, torch refuses the state.
     return {number: (parameter, group) for (number, group), parameter in zip(numbered, parameters, strict=False)}
 
 

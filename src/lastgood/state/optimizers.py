@@ -32,7 +32,7 @@ def is_optimizer(part: Any) -> bool:
 
 
 def calls_step_hooks(optimizer: Any) -> bool:
-    """Whether `optimizer.step()` calls the hooks that are registered on it: torch says so on the class's step."""
+    """Whether `optimizer.step()` calls the hooks that are registered on it: torch marks the class's step."""
     return (
         isinstance(optimizer, torch.optim.Optimizer)
         and bool(getattr(type(optimizer).step, "hooked", False))

@@ -58,7 +58,7 @@ class RngState(Checked):
         if saved["cuda"] and torch.cuda.device_count() < len(saved["cuda"]):
             raise MismatchError(
                 f"{path}: the checkpoint holds generators of {len(saved['cuda'])} CUDA devices, this machine has "
-                f"{torch.cuda.device_count()}; restore where there are as many"
+                f"{torch.cuda.device_count()}; restore with as many"
             )
         kinds = saved["numpy"]["name"], str(np.random.get_state(legacy=False)["bit_generator"])
         if kinds[0] != kinds[1]:

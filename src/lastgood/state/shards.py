@@ -117,7 +117,7 @@ class Shard:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether `value` is a DTensor. Imports nothing: where its module is not loaded, there is none."""
+    """Whether `value` is a DTensor. Imports nothing: if its module is not loaded, there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -89,7 +89,7 @@ def direct_io_works(directory: Path) -> bool:
 
 
 def read_block(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """Read up to `nbytes` at `offset` through aligned memory; fewer where the file ends."""
+    """Read up to `nbytes` at `offset` through aligned memory; fewer if the file ends."""
     padded = fmt.align_up(nbytes)
     if padded == 0:
         return b""

@@ -46,7 +46,7 @@ class SlotFile(ABC):
 
 
 class DirectFile(SlotFile):
-    """Writes past the page cache where the file system can, and through it where it cannot."""
+    """Writes past the page cache if the file system can, and through it if it cannot."""
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self.descriptor, direct = files.open_file(path, os.O_RDWR, direct=direct)

@@ -85,6 +85,6 @@ def take_over(directory: Path, job: fmt.Job, mode: int) -> Opened:
         if status.state is SlotState.TORN:
             # An unfinished write is what every killed process leaves; anything else is damage.
             level = logging.WARNING if status.may_be_damaged else logging.INFO
-            log.log(level, "%s: not a whole checkpoint: %s", status.path, status.detail)
+            log.log(level, "%s: not a complete checkpoint: %s", status.path, status.detail)
     incarnation = max((record.incarnation for record in records), default=0) + 1
     return Opened(statuses, book, incarnation, max(highest, 0) + 1)

@@ -113,12 +113,12 @@ class SlotStatus:
 
     @property
     def step(self) -> int | None:
-        """Finished training steps, if a record says so."""
+        """Finished training steps, if a record has them."""
         return None if self.record is None else self.record.step
 
     @property
     def incarnation(self) -> int | None:
-        """Which incarnation of the job wrote it, if a record says so."""
+        """Which incarnation of the job wrote it, if a record has it."""
         return None if self.record is None else self.record.incarnation
 
     @property
@@ -178,7 +178,7 @@ def nothing_committed(directory: Path) -> bool:
 
 
 def written_by_agreement(directory: Path) -> bool | None:
-    """Whether the ranks of the job that wrote here agree on their checkpoints; None if nothing says so."""
+    """Whether the ranks of the job that wrote here agree on their checkpoints; None if no record has it."""
     path = directory / fmt.JOB_FILE
     try:
         found = fmt.decode_agrees(read_bounded(path, fmt.MOST_JOB_BYTES, too_large=fmt.RecordError))
@@ -350,7 +350,7 @@ class SlotView:
         """The newest complete checkpoint. Raises NoCheckpoint, naming what is there instead."""
         found = self.committed()
         if not found:
-            raise NoCheckpoint(f"{self.directory}: no whole checkpoint; {self._describe()}")
+            raise NoCheckpoint(f"{self.directory}: no complete checkpoint; {self._describe()}")
         return found[0]
 
     def read_meta(self, info: SlotInfo, timeout_s: float = READ_TIMEOUT_S) -> bytes:

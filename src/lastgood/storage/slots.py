@@ -199,7 +199,7 @@ class SlotStore(Retention):
     ) -> SlotWrite:
         """Start a checkpoint of `stream_bytes` after `step` finished steps, waiting for a place if need be.
 
-        The slot must grow first where `reserve` was not called for this size, which may take seconds. With `later` the
+        The slot must grow first if `reserve` was not called for this size, which may take seconds. With `later` the
         caller calls `SlotWrite.void`, which waits for a flush. Raises WaitTimeout (names what holds the slots),
         StorageError.
         """
@@ -210,7 +210,7 @@ class SlotStore(Retention):
         return write
 
     def try_begin(self, step: int, stream_bytes: int, *, later: bool = False) -> SlotWrite | None:
-        """As `begin`, but None at once where no slot is free."""
+        """As `begin`, but None at once if no slot is free."""
         return self._begin(step, stream_bytes, 0.0, later)
 
     def statuses(self) -> list[SlotStatus]:

@@ -137,7 +137,7 @@ def look_at_standalone_slot(path: Path) -> SlotInfo:
     if status.state is SlotState.FOREIGN:
         raise MismatchError(f"{path}: {status.detail}")
     if status.info is None:
-        raise CorruptCheckpoint(f"{path}: not a whole checkpoint: {status.detail or status.state.value}")
+        raise CorruptCheckpoint(f"{path}: not a complete checkpoint: {status.detail or status.state.value}")
     return status.info
 
 

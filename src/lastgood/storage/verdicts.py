@@ -49,7 +49,7 @@ class Restarts(NamedTuple):
 class VerdictBook:
     """The verdicts and restart counts of one directory. Read at once; written atomically by the lock's holder.
 
-    Where none are `kept` (among objects) it knows of nothing, and refuses to be written.
+    If none are `kept` (among objects) it knows of nothing, and refuses to be written.
     """
 
     def __init__(self, directory: Path, mode: int = PRIVATE, *, kept: bool = True) -> None:

@@ -307,7 +307,7 @@ def prove_trainer(wire: Wire, token: bytes, greeting: bytes = PEER_GREETING, unw
     Whoever connects proves first: a stranger who does is shown nothing with which he could try tokens by himself.
 
     Raises MismatchError if the peer is another one (its port was given to another process, say). `unwelcome` is what
-    it is said to be where it answers this greeting by a frame, in place of its proof.
+    it is said to be if it answers this greeting by a frame, in place of its proof.
     """
     ours = secrets.token_bytes(NONCE_BYTES)
     wire.write("a greeting to go out", greeting, ours)

@@ -100,10 +100,10 @@ def nccl_layout(
     """The chunks of one all-reduce of `elements` elements by NCCL's ring.
 
     `channels` is the number that NCCL may use for this call; fewer are used for small ones. `version` (as ``2.28``,
-    more digits are ignored) is needed where there is more than one; None is 2.22 or later. `buffer_bytes` is
+    more digits are ignored) is needed if there is more than one; None is 2.22 or later. `buffer_bytes` is
     NCCL_BUFFSIZE. `threads` is the number that NCCL up to 2.19 may use for a channel (NCCL_NTHREADS; without it 512, or
     256 with protocol simple if the links are slow); fewer are used for small calls.
-    Raises ConfigError for sizes that no ring has, and where the rule is not known.
+    Raises ConfigError for sizes that no ring has, and if the rule is not known.
     """
     check_sizes(elements, element_bytes, ranks)
     chunk_bytes = buffer_bytes // 2 // _SIMPLE_GRAIN_BYTES * _SIMPLE_GRAIN_BYTES
@@ -123,7 +123,7 @@ def nccl_broadcast(
 ) -> Iterator[Chunk]:
     """The chunks of one broadcast of `nbytes` bytes by NCCL's ring: each is one message, in bytes.
 
-    The root and every rank but the last one behind it send each chunk to the next rank. Arguments and errors are those
+    The root and every rank but the last one after it send each chunk to the next rank. Arguments and errors are those
     of `nccl_layout`.
     """
     check_sizes(nbytes, 1, ranks)

@@ -81,7 +81,7 @@ class Record:
 
 
 def pack_header(record: Record) -> bytes:
-    """The 64 bytes of a header. Raises struct.error where a number does not fit its field."""
+    """The 64 bytes of a header. Raises struct.error if a number does not fit its field."""
     kind, *fields, flags = astuple(record)
     header = _HEADER.pack(_MAGIC, _VERSION, kind, flags, *fields, 0)
     return header[:-4] + struct.pack("<I", _native.crc32c(header[:-4]))

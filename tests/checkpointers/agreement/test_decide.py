@@ -137,7 +137,7 @@ def test_steps_of_a_dead_life_do_not_join_those_of_a_new_one():
     chosen = begin(reports)
     assert chosen.common == ((1, 20),)
     assert chosen.incarnation == 3
-    with pytest.raises(NoCheckpoint, match=r"step 30 is whole on all ranks; steps that are: \[20\]"):
+    with pytest.raises(NoCheckpoint, match=r"step 30 is complete on all ranks; steps that are: \[20\]"):
         begin([report(0, 2, [(1, 20), (1, 30)], step=30), report(1, 2, [(1, 20), (2, 30)], step=30)])
 
 

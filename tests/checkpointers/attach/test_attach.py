@@ -349,7 +349,7 @@ def test_a_chosen_step_and_what_cannot_be_resumed(tmp_path):
     run.train(4)
     run.checkpointer.close()
     again = Run(tmp_path, keep=3)
-    with pytest.raises(NoCheckpoint, match=r"no whole checkpoint of step 77; committed steps: \[4, 3, 2"):
+    with pytest.raises(NoCheckpoint, match=r"no complete checkpoint of step 77; committed steps: \[4, 3, 2"):
         again.attach(resume_step=77)
     assert again.attach(resume_step=3) == 3
     again.checkpointer.close()
@@ -366,7 +366,7 @@ def test_a_chosen_step_and_what_cannot_be_resumed(tmp_path):
         with slot.open("r+b") as file:
             file.seek(65536 + 50)
             file.write(b"damage")
-    with pytest.raises(CorruptCheckpoint, match=r"no whole checkpoint, and slots that are damaged: slot-0000.lgs"):
+    with pytest.raises(CorruptCheckpoint, match=r"no complete checkpoint, and slots that are damaged: slot-0000.lgs"):
         Run(tmp_path, keep=3).attach()
     assert not [slot for slot in tmp_path.glob("lock") if PCcheck(tmp_path)._open() is None], "the lock was given back"
 

@@ -175,7 +175,7 @@ def test_ranks_begin_anew_beside_a_step_of_some_only_if_none_was_ever_complete(t
     assert attached(tmp_path, saves=1) == 0
     monkeypatch.setattr(Ranks, "lost", True)
     assert attached(tmp_path, saves=2) == 0
-    assert "no whole checkpoint that all machines have" in caplog.text
+    assert "no complete checkpoint that all machines have" in caplog.text
     with pytest.raises(CheckpointError, match=r"peers may hold: .*\(steps \[2, 1\]\)"):
         attached(tmp_path)
     monkeypatch.setattr(Ranks, "lost", False)

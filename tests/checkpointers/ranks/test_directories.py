@@ -361,7 +361,7 @@ def test_inspect_lists_ranks_and_export_writes_the_job(tmp_path, capsys):
     assert steps == [[10, 20], [10]]
     assert [one["step"] for one in found["whole"]] == [10]
     inspect(tmp_path / "job", False, None, json=False)
-    assert "whole on all ranks: 10 (incarnation 1)" in capsys.readouterr().out
+    assert "complete on all ranks: 10 (incarnation 1)" in capsys.readouterr().out
     out = tmp_path / "whole.safetensors"
     export_command(tmp_path / "job", out, to="safetensors", step=None, force=False, threads=2, as_json=True)
     assert json.loads(capsys.readouterr().out)["step"] == 10

@@ -121,7 +121,7 @@ def test_everything_there_is_damaged(system, saved, tmp_path):
     shutil.copytree(saved[system], directory)
     for path in [*directory.glob("checkpoint-*.pt"), *directory.glob("slot-*"), *directory.glob("*/*.distcp")]:
         path.write_bytes(path.read_bytes()[:70_000].replace(b"\x01", b"\x02"))
-    refused(system, directory, "no checkpoint can be read|no whole checkpoint, and slots", CorruptCheckpoint)
+    refused(system, directory, "no checkpoint can be read|no complete checkpoint, and slots", CorruptCheckpoint)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -279,7 +279,9 @@ def agreed(rank, world, job, steps, resume_from=None, replicated="none", kind="f
     for _ in range(steps):
         training.step()
         checkpointer.step()
-        checkpointer.drain(WAIT_S)  # of two under way the newer may be whole on all ranks first, and the older dropped
+        checkpointer.drain(
+            WAIT_S
+        )  # of two in progress the newer may be complete on all ranks first, and the older dropped
     answer["outcomes"] = [(event.outcome.value, event.error) for event in checkpointer.events]
     checkpointer.close()
     answer["sums"] = training.whole_sums()

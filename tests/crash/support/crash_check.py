@@ -37,7 +37,7 @@ class Checker:
         self._whole: dict[tuple[Signature, int], bool] = {}
 
     def look(self, signatures: dict[str, Signature]) -> list[Seen]:
-        """The whole checkpoints, newest first; `signatures` by file name. Raises Violation."""
+        """The complete checkpoints, newest first; `signatures` by file name. Raises Violation."""
         if not self.directory.exists():
             return []
         if "job.json" in signatures:

@@ -139,7 +139,7 @@ def test_a_system_that_gives_back_an_old_state_is_found_out(job):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("late", "no whole checkpoint"), ("unfinished", "after drain() steps [1] are pending")]
+    ("name", "words"), [("late", "no complete checkpoint"), ("unfinished", "after drain() steps [1] are pending")]
 )
 def test_a_system_that_is_durable_in_words_only_is_found_out(job, name, words):
     code, output = lie(name, job)

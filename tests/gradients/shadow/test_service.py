@@ -109,7 +109,7 @@ def test_killed_at_any_moment_it_is_given_back_to_the_bit(folder, two):
         choice = choose(trainer.fence())
         sides = trainer.load(choice)
         assert choice.source == "memory"
-        # The one under way at the kill may be whole on all shadows, and not yet be written down.
+        # The one under way at the kill may be complete on all shadows, and not yet be written down.
         newest = max(known)
         assert choice.iteration in (newest - 1, newest, newest + 1)
         if choice.iteration in known:

@@ -345,7 +345,7 @@ class _Queue:
     index: int | None = None
     acknowledged: bool = False
     held: dict[int, Write] = field(default_factory=dict)
-    """Behind a hole."""
+    """After a hole."""
     starts: OrderedDict[int, tuple[int, int, int]] = field(default_factory=OrderedDict)
     """Address, key and length by PSN: a queue pair that is used again writes elsewhere."""
     gaps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_GAPS))

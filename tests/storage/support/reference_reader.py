@@ -69,6 +69,6 @@ def read_slot(path: Path) -> Checkpoint | None:
 
 
 def read_directory(directory: Path) -> list[Checkpoint]:
-    """All whole checkpoints, newest first."""
+    """All complete checkpoints, newest first."""
     found = [read_slot(path) for path in sorted(directory.glob("slot-*.lgs"))]
     return sorted((one for one in found if one is not None), key=lambda one: one.sequence, reverse=True)

@@ -109,7 +109,7 @@ def _told_by_torch(group: Any, timeout_s: float) -> tuple[Address, socket.socket
 
 
 def _listen(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Listen on `host`, or on all addresses where its name is none of this machine's (behind a translation, say).
+    """Listen on `host`, or on all addresses if its name is none of this machine's (a translated address, say).
 
     A port that is in use is asked for again until `timeout_s` is over: the incarnation before may be about to end.
     """

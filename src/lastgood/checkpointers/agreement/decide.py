@@ -205,14 +205,14 @@ def _refuse_loss(reports: Sequence[Report], notes: list[str]) -> None:
         details = "; ".join(f"{report}: {', '.join(report.damaged)}" for report in damaged[:_MOST_NAMED])
         lacking = [report for report in reports if not report.held]
         raise CorruptCheckpoint(
-            "no checkpoint is whole on all ranks"
+            "no checkpoint is complete on all ranks"
             + (f"; damaged: {details}" if details else "")
             + (f"; nothing whole: {_named(lacking)}" if lacking else "")
             + "; bring back copies of one step, or move the directories of all ranks away to begin again"
         )
     if holders:
         notes.append(
-            f"the job begins again: it ended before its first checkpoint was whole on all ranks ({_named(holders)} "
+            f"the job begins again: it ended before its first checkpoint was complete on all ranks ({_named(holders)} "
             "had committed)"
         )
 
@@ -227,11 +227,11 @@ def _refuse_old(reports: Sequence[Report], common: Sequence[Identity]) -> list[s
         if report.highest < mark and not report.damaged and report.wanted.step is None:
             raise MismatchError(
                 f"{report} holds nothing newer than step {report.highest[1]} of incarnation {report.highest[0]}, and "
-                f"step {mark[1]} of incarnation {mark[0]} was whole on all ranks: this directory is an older copy; "
+                f"step {mark[1]} of incarnation {mark[0]} was complete on all ranks: this directory is an older copy; "
                 "bring back the newest one, or name a step to go on from (resume_step)"
             )
     return [
-        f"step {mark[1]} of incarnation {mark[0]} was whole on all ranks, and is not any more"
+        f"step {mark[1]} of incarnation {mark[0]} was complete on all ranks, and is not any more"
         + (f": {_named(lacking)}" if lacking else "")
         + f"; all go back to step {common[0][1]} of incarnation {common[0][0]}"
     ]
@@ -246,7 +246,7 @@ def _candidates(
         if not found:
             lacking = [report for report in reports if all(one.step != wanted.step for one in report.held)]
             raise NoCheckpoint(
-                f"no checkpoint of step {wanted.step} is whole on all ranks"
+                f"no checkpoint of step {wanted.step} is complete on all ranks"
                 + (f" (not on {_named(lacking)})" if 0 < len(lacking) < len(reports) else "")
                 + f"; steps that are: {[step for _, step in common] or 'none'}"
             )

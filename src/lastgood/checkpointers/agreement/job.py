@@ -295,7 +295,7 @@ class JobOfRanks:
                 raise CheckpointError(f"{self.directory}: this rank has left the job, before all had the checkpoint")
             why, for_s = member.trouble()
             if why and for_s > self._settings.agreement_timeout_s:
-                raise CheckpointError(f"written here, but not known to be whole on all ranks: {why}")
+                raise CheckpointError(f"written here, but not known to be complete on all ranks: {why}")
             if time.monotonic() > deadline:
                 why = f"waited {timeout_s:.0f} s for all ranks to commit step {step}: {member.waiting}"
                 # All are there, and some rank never saved this step: nobody need keep it.
@@ -371,7 +371,7 @@ class JobOfRanks:
                 store.confirm(info)
             except StorageError as error:
                 # All ranks hold it; but as long as this rank has not noted that, nothing older may go.
-                decided = Decided(step, Fate.FAILED, f"whole on all ranks, but that could not be noted: {error}")
+                decided = Decided(step, Fate.FAILED, f"complete on all ranks, but that could not be noted: {error}")
         else:
             store.drop(info)
         with self._changed:

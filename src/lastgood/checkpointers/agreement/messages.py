@@ -31,7 +31,7 @@ def cut(value: object, most: int = _MOST_TEXT) -> str:
 
 
 def short_reason(value: object) -> str:
-    """A verdict's reason where one message has many: a message holds 64 KiB, and other letters take up to 12 bytes."""
+    """A verdict's reason if one message has many: a message holds 64 KiB, and other letters take up to 12 bytes."""
     return cut(str(value).encode("ascii", "replace").decode(), _REASON_LETTERS)
 
 

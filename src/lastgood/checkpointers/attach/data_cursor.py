@@ -63,7 +63,7 @@ class CountedLoader(Checked):
         self._loaded: Any = _NOT_BEGUN
         """The loader's own state until it is begun."""
         self.epoch = 0
-        """Finished passes over the loader; where samplers need set_epoch, give them this number."""
+        """Finished passes over the loader; if samplers need set_epoch, give them this number."""
         self.batches = 0
         """Batches of this epoch that were handed out."""
         self.total_batches = 0
@@ -282,7 +282,7 @@ class CountedLoader(Checked):
         if counts[0] % after:
             raise MismatchError(
                 f"data: {counts[0]} batches of this epoch were consumed by {before} ranks together, which {after} "
-                "ranks cannot share evenly; restore from a step where they can, or with as many ranks as before"
+                "ranks cannot share evenly; restore from a step at which they can, or with as many ranks as before"
             )
         self.load_state_dict(
             {

@@ -1,4 +1,4 @@
-"""What a loader is made of, as far as it says so cheaply, and what a change of it means in the middle of an epoch."""
+"""What a loader is made of, as far as it can be read cheaply, and what a change of it in mid-epoch means."""
 
 from __future__ import annotations
 

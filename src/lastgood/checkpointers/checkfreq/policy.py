@@ -32,7 +32,7 @@ _QUICK_WINDOWS = 3
 _QUICK_EXCESS = 1.25
 """A budget exceeded so far, as the median of the last three windows, is acted on at once; less, as the mean of 16."""
 _STEP = 1.05
-"""Longer is longer by so much at least: where noise exceeds the budget, few changes find an interval that keeps it."""
+"""Longer is longer by so much at least: if noise exceeds the budget, few changes find an interval that keeps it."""
 _GROWTH = 4
 """No single change makes an interval longer than so many times: three windows can all be bad ones."""
 _WORTH = 0.8
@@ -132,7 +132,7 @@ class Change:
 class IntervalTuner:
     """Chooses an interval from the first windows, and changes it by what later ones cost.
 
-    Longer, when the overhead seen exceeds the budget: at once where it is 1.25 times as much, after 16 windows where it
+    Longer, when the overhead seen exceeds the budget: at once if it is 1.25 times as much, after 16 windows if it
     is less. Shorter, when the windows since the last change need an interval of at most 0.8 times the present one, so
     many times in a row as its patience. When a shorter interval exceeds the budget it is taken back, and the patience
     doubles: under noise the changes become rarer and rarer, up to a cap, so that a disk that recovers is found out.

@@ -3,7 +3,7 @@
 Section 4.1 of the paper: a snapshot is a copy of the state in host memory, overlapped with the computation up to the
 next weight update, which waits for it; persisting writes that copy to storage. Only one checkpoint is in progress at a
 time: the next one waits until its predecessor is durable. With an `overhead_budget` the interval is chosen and
-changed as section 4.3 describes (`policy`). The paper snapshots into the GPU's memory where that has room;
+changed as section 4.3 describes (`policy`). The paper snapshots into the GPU's memory if that has room;
 here snapshots are always in host memory, page-locked for copies from a CUDA device.
 """
 

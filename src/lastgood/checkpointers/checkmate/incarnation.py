@@ -77,7 +77,7 @@ class Incarnation:
         return self.step_tap is not None and self.layout.ranks > 1
 
     def left_alone(self, update: Update) -> tuple[int, ...]:
-        """Indices in the layout of this rank's parameters that an update did not change; all where it did none."""
+        """Indices in the layout of this rank's parameters that an update did not change; all if it changed none."""
         count = len(self.tracked.parameters)
         return tuple(self.first + index for index in (range(count) if update.rule is None else update.absent))
 

@@ -54,7 +54,7 @@ class CheckmateOptions(BaseOptions):
     """Which rank sends which part of what all of them hold: equal parts, or as the paper's artefact does."""
     tap: Literal["auto", "bucket", "step", "ring"] = "auto"
     """Where gradients are taken: ``bucket`` in DDP's communication hook, ``step`` at the optimizer's step (FSDP2,
-    DeepSpeed, one process); ``auto`` takes the hook where it is registered. ``ring``: the hook reduces by Lastgood's
+    DeepSpeed, one process); ``auto`` takes the hook if it is registered. ``ring``: the hook reduces by Lastgood's
     own ring, and `lastgood shadow switch` copies its final sends to the shadows; on CPUs only."""
     ring_listen: tuple[str, ...] = ()
     """``host:port`` where each rank listens for the one before it, in the order of ranks; with ``tap="ring"`` only."""

@@ -48,7 +48,7 @@ _log = logging.getLogger("lastgood")
 
 _NO_SIDE = "a shadow lacks a side record"
 _DISTRUST_LIMIT = 64
-"""Iterations for which no seed is sent, at most, where gradients are changed again and again after the tap."""
+"""Iterations for which no seed is sent, at most, if gradients are changed again and again after the tap."""
 
 
 class Checkmate(Checkpointer):
@@ -343,7 +343,7 @@ class Checkmate(Checkpointer):
                 if word.promises(number):
                     event.finished_s, event.outcome = now, Outcome.DURABLE
                     continue
-                why = f"a shadow was lost, or was brought up to date behind it, before iteration {word.floor}"
+                why = f"a shadow was lost, or was brought up to date by a later seed, before iteration {word.floor}"
                 if number in word.spoiled:
                     why = _NO_SIDE
                 elif word.lost:

@@ -28,7 +28,7 @@ def _padding() -> torch.Tensor:
 def host_ranges(blocks: Sequence[torch.Tensor], sizes: Sequence[int], *, writes: bool) -> list[tuple[int, int]]:
     """(address, bytes) of each block of host memory and of the padding after it, in stream order.
 
-    For reading, the padding has address 0, where the store skips bytes. Raises CorruptCheckpoint if a block has fewer
+    For reading, the padding has address 0: the store skips those bytes. Raises CorruptCheckpoint if a block has fewer
     bytes than its size.
     """
     skip = _padding().data_ptr() if writes else 0

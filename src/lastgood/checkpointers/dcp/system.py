@@ -43,7 +43,7 @@ class DCPOptions(DirectoryOptions):
     writer_threads: int = Field(default=1, ge=1, le=64)
     """Threads, and files, of DCP's FileSystemWriter."""
     pinned: bool = True
-    """Stage into page-locked memory where the state is on a CUDA device."""
+    """Stage into page-locked memory if the state is on a CUDA device."""
 
     def host_bytes(self, state_bytes: int) -> int:
         """The staged copy, which DCP keeps from save to save."""

@@ -29,7 +29,7 @@ def stored_tensors(layout: Layout) -> list[NamedTensor]:
 
     A tensor that lies alone in its memory, or beside others, is stored under its own name, with its dtype and shape;
     one that shares memory under the first of its names. If tensors overlap in other ways, or leave gaps (expanded,
-    sliced), their block is stored whole, as bytes, under "lastgood.block.N"; numpy arrays are stored as bytes too.
+    sliced), their complete block is stored, as bytes, under "lastgood.block.N"; numpy arrays are stored as bytes too.
     """
     tensors = [tensor for tensor in named_tensors(layout) if tensor.nbytes]
     taken = {LAYOUT_NAME, *(tensor.name for tensor in tensors)}

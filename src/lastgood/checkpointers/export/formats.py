@@ -102,7 +102,7 @@ def export_checkpoint(
     Raises:
         ConfigError: `out` exists, or is not what could be replaced.
         StateError: the format cannot hold a tensor; names it, and a format that can.
-        StorageError: no room (found before anything is written where it can be known), or a failed write.
+        StorageError: no room (found before anything is written if it can be known), or a failed write.
         CorruptCheckpoint, MismatchError, WaitTimeout: the checkpoint cannot be read.
     """
     started = time.perf_counter()

@@ -22,7 +22,7 @@ _MAX_OWNERS = 1024
 
 
 class Memory:
-    """`size` bytes of fresh anonymous memory, in huge pages where the kernel has them."""
+    """`size` bytes of fresh anonymous memory, in huge pages if the kernel has them."""
 
     def __init__(self, size: int) -> None:
         self.size = size

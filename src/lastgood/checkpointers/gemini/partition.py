@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["LEAST_CHUNK_BYTES", "Network", "chunks_for_gap", "partition"]
 
 LEAST_CHUNK_BYTES = 4096
-"""What is left of a gap after its last chunk is given up where it would hold less than this."""
+"""What is left of a gap after its last chunk is given up if it would hold less than this."""
 
 
 @dataclass(frozen=True)

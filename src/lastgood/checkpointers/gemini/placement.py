@@ -2,7 +2,7 @@
 
 With N machines and m replicas of each checkpoint, the own machine's among them:
 
-- *group placement*, where m divides N: groups of m machines, each of which holds the checkpoints of its whole group;
+- *group placement*, if m divides N: groups of m machines, each of which holds the checkpoints of its whole group;
 - *mixed placement* elsewhere: groups as long as at least m machines are left after them; the last ones (more than m,
   fewer than 2 m) form a ring, where each machine's checkpoint lies at itself and the m - 1 machines after it.
 

@@ -228,7 +228,7 @@ class Gemini(OneAtATime):
         not tell each other.
         """
         if self._together is None:
-            # Clocks only help where a peer that could not be asked holds something; they may jump back.
+            # Clocks only help if a peer that could not be asked holds something; they may jump back.
             self._sequence = max(self._sequence + 1, time.time_ns())
             return None
         self._sequence += 1
@@ -353,7 +353,7 @@ class Gemini(OneAtATime):
                 if together is not None:
                     self._replicate(one, memory)
                 return one.step
-        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        asked = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
         common = f" that all machines have{alone}" if alone else ""
         raise NoCheckpoint(
             f"{self.directory}: no {asked}{common}; peers of machines {self._holders} hold steps "

@@ -1,7 +1,7 @@
 """Three ways of a state into a mapped area: stores by CPU threads, stores by a device, and through a pinned area.
 
 Each stores a whole stream, with the zeros that fill it up to whole blocks, and returns the checksums of its chunks, in
-order. When they return no copy is in progress, also where they raise.
+order. When they return no copy is in progress, also if they raise.
 """
 
 from __future__ import annotations

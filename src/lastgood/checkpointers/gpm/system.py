@@ -7,7 +7,7 @@ training: a save does it all before it returns.
 Here the memory is a shared mapping of a file. If the driver registers such a mapping (tmpfs, DAX), a Triton kernel
 stores into it. If it refuses (ext4 and other file systems that must see each write), the state goes through a pinned
 area, and CPU threads store it. `storage_facts` says which. A state in host memory is stored by CPU threads. Then msync
-makes it durable; `storage.mapped_areas` says in which order, and why a crash always leaves one checkpoint whole.
+makes it durable; `storage.mapped_areas` says in which order, and why a crash always leaves one checkpoint intact.
 
 A device's stores leave no dirty page behind: the kernel sees only those of the CPU. So the CPU stores one byte of each
 page again before msync.
@@ -193,7 +193,7 @@ class GPM(Checkpointer):
     def restore(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Read the newest area whose checksums hold (or that of `step`) into `state`.
 
-        What was restored stays until a newer checkpoint is durable, also where the other area has a higher step.
+        What was restored stays until a newer checkpoint is durable, also if the other area has a higher step.
         Raises NoCheckpoint (nothing is there), CorruptCheckpoint (something is, and cannot be read), MismatchError.
         """
         info = self._recovery().restore(None, state, step)

@@ -52,7 +52,7 @@ class Judgement:
     ok: bool
     """False: they speak against it; True: they did, and that is taken back."""
     reason: str
-    """Of the bad judgement, also where it is taken back."""
+    """Of the bad judgement, also if it is taken back."""
     certain: bool
     """Whether a loss was not finite: a spike is in doubt, this is not."""
 
@@ -132,7 +132,7 @@ class LossWatch:
         return self._speak(step, reason, certain=False)
 
     def _scale(self) -> tuple[float, float]:
-        """Median and spread of the ordinary losses; an infinite spread where too few are known."""
+        """Median and spread of the ordinary losses; an infinite spread if too few are known."""
         if len(self._ordinary) < MIN_LOSSES:
             return 0.0, math.inf
         median = statistics.median(self._ordinary)

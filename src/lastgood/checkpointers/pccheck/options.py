@@ -50,7 +50,7 @@ class PCcheckOptions(BaseOptions):
     writer_cpus: tuple[int, ...] = ()
     """CPUs that writer threads stay on, in turn; none: wherever the kernel likes."""
     rank: int = Field(default=0, ge=0)
-    """Whose part of a job of several ranks this is; where neither is given, torch.distributed says both."""
+    """Whose part of a job of several ranks this is; if neither is given, torch.distributed says both."""
     world_size: int = Field(default=1, ge=1)
     """Ranks of the job; checkpoints of another number are refused. More than one agree on their checkpoints."""
     control: str | None = None
@@ -64,7 +64,7 @@ class PCcheckOptions(BaseOptions):
     """Another job, of any number of ranks, that `attach` goes on from while this one has no checkpoint of its own: a
     directory, or s3://BUCKET/PREFIX."""
     resume_buffers: Buffers = "equal"
-    """Buffers of modules, where their number of ranks changes: equal on all ranks, or else refused; or rank 0's."""
+    """Buffers of modules, if their number of ranks changes: equal on all ranks, or else refused; or rank 0's."""
     replicated: Declared = "none"
     """What ranks hold alike, so that one of them writes it: nothing; what the placements of DTensors say; beside it
     all plain parameters and optimizer tensors, as in data-parallel training (docs/resharding.md)."""

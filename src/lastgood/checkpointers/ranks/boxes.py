@@ -62,7 +62,7 @@ def cover(
 
     Sources that hold the same part are copies: of those `own` is read if it is one of them, else the one whose `turn`
     it is, so that ranks with other numbers read other copies.
-    Raises ValueError, saying how many elements, where sources do not hold all of the target or overlap in other ways.
+    Raises ValueError, saying how many elements, if sources do not hold all of the target or overlap in other ways.
     """
     copies: dict[Runs, list[Source[Key]]] = {}
     for source in sources:

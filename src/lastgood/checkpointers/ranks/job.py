@@ -44,7 +44,7 @@ class RankedJob:
         return job_of(self.directory) if self.world_size > 1 else None
 
     def job_id(self) -> bytes | None:
-        """One for all ranks, where their directories lie in one; None for what the directory has, or a new one."""
+        """One for all ranks, if their directories lie in one; None for what the directory has, or a new one."""
         if self._job is None or (self.directory / "job.json").exists():
             return None
         return shared_job_id(self._job, self.readable_by)

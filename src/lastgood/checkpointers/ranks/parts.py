@@ -160,7 +160,7 @@ def parts_of(view: SlotView, info: SlotInfo) -> RankParts:
     for checkpoint in found:
         if checkpoint.key == key:
             return RankParts(checkpoint)
-    raise CorruptCheckpoint(f"{info.path}: step {info.step}: not all ranks of {job} hold it whole")
+    raise CorruptCheckpoint(f"{info.path}: step {info.step}: not all ranks of {job} hold all of it")
 
 
 def _kind_of(tensor: NamedTensor) -> tuple[Any, ...]:

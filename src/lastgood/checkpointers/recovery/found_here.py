@@ -40,7 +40,7 @@ class Found:
     steps: tuple[int, ...]
     """As far as they can be read, newest first."""
     world_size: int | None = None
-    """Ranks of the job that wrote them, if they say so."""
+    """Ranks of the job that wrote them, if they record it."""
 
     def __str__(self) -> str:
         """For messages."""

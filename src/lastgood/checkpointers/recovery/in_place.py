@@ -1,6 +1,6 @@
 """Reads a checkpoint into the memory that a training already has: no second copy of the state, no pages to fault in.
 
-A block of a checkpoint goes straight into the live block that holds the same tensors in the same places, where these
+A block of a checkpoint goes straight into the live block that holds the same tensors in the same places, if these
 are parameters, buffers, optimizer tensors or plain tensors. All others (an optimizer's moments in a fresh process) get
 fresh memory, which the optimizer then keeps. Blocks on a CUDA device come through two page-locked windows, so that the
 copy to the device runs beside the next read.

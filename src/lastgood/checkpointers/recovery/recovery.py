@@ -170,7 +170,7 @@ class Recovery:
             )
         if step is None and view is not None:
             self._refuse_damage(view)
-        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        asked = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
         steps = [one for _, one in dict.fromkeys(candidate.key for candidate in candidates)]
         raise NoCheckpoint(f"{self.directory}: no {asked}; committed steps: {steps or 'none'}")
 
@@ -228,7 +228,7 @@ class Recovery:
         ]
         if damaged:
             raise CorruptCheckpoint(
-                f"{self.directory}: no whole checkpoint, and slots that are damaged: {'; '.join(damaged)}; bring "
+                f"{self.directory}: no complete checkpoint, and slots that are damaged: {'; '.join(damaged)}; bring "
                 "a copy back, or move the directory away to begin again"
             )
         book = view.book()

@@ -86,7 +86,7 @@ class Traces:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """What is there; nothing where it cannot be read: then nothing can be made there either."""
+    """What is there; nothing if it cannot be read: then nothing can be made there either."""
     try:
         return {path.name for path in folder.iterdir()}
     except OSError:

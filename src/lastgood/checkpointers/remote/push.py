@@ -75,7 +75,7 @@ def _choose(directory: Path | str, step: int | None) -> JobCheckpoint:
         steps = [one.step for one in found] or "none"
         if step is None and found:
             raise NoGoodCheckpoint(f"{directory}: all checkpoints are judged bad; --step names one of {steps}")
-        asked = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
+        asked = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         raise NoCheckpoint(f"{directory}: {asked}; steps {steps}")
     ranks = chosen.infos[0].record.world_size
     if ranks != chosen.world_size:

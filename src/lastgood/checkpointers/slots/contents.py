@@ -138,7 +138,7 @@ def read_timeout_s(nbytes: int) -> float:
 def read_layout(view: SlotView, info: SlotInfo) -> Layout:
     """The layout of a committed checkpoint, checked against its commit record.
 
-    Raises CorruptCheckpoint (also where the slot was overwritten meanwhile), MismatchError for another version of the
+    Raises CorruptCheckpoint (also if the slot was overwritten meanwhile), MismatchError for another version of the
     layout, StorageError, WaitTimeout.
     """
     return layout_in(read_meta(view, info), info)
@@ -234,7 +234,7 @@ def named_tensors(layout: Layout) -> list[NamedTensor]:
 
 
 def check_dense(tensor: NamedTensor, held_bytes: int, where: str) -> None:
-    """Refuse to write the elements of a tensor out one by one where they take far more than all that was stored.
+    """Refuse to write the elements of a tensor out one by one if they take far more than all that was stored.
 
     Views may repeat memory (`expand`): a file of some bytes can describe any number of elements.
     Raises CorruptCheckpoint.

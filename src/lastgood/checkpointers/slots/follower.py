@@ -19,7 +19,7 @@ __all__ = ["WAIT_S", "Follower", "FollowerCounts"]
 _log = logging.getLogger("lastgood")
 
 WAIT_S = 600.0
-"""For what is due to be done, where no other time is given."""
+"""For what is due to be done, if no other time is given."""
 _NICENESS = 10
 
 
@@ -38,7 +38,7 @@ class Follower(ABC):
     """Follows the checkpoints of a store, in one thread of low priority, which exists only while there is work for it.
 
     Checkpoints are counted by their sequence, which goes on over all incarnations of a job: one is due as soon as
-    `every` have been begun since the last that was due. So where some saves fail or are superseded, the next durable
+    `every` have been begun since the last that was due. So if some saves fail or are superseded, the next durable
     one is taken.
 
     At most one checkpoint waits; a newer one takes its place. A waiting one does not keep its slot: if training needs

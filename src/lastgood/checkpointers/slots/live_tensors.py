@@ -61,7 +61,7 @@ class LiveTensors:
         self._spread: dict[str, Any] = dict(zip(shards, self.flat.sharded, strict=True))
 
     def memory(self, name: str) -> torch.Tensor | None:
-        """The live tensor of this name (of a spread one, its part here) where loading only copies into it."""
+        """The live tensor of this name (of a spread one, its part here) if loading only copies into it."""
         tensor = self.named.get(name)
         if tensor is None or tensor.is_array or not keeps_its_tensors(self.state[tensor.part]):
             return None

@@ -165,7 +165,7 @@ class TorchFiles:
                 f"{self.directory}: no checkpoint can be read: {'; '.join(refused)}; bring a copy back, or move the "
                 "directory away to begin again"
             )
-        asked = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+        asked = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
         raise NoCheckpoint(f"{self.directory}: no {asked}; files of steps {self.steps() or 'none'}")
 
     @staticmethod

@@ -256,7 +256,7 @@ def _attend(board: Board, started: list[Started], ticket: Ticket, report: Callab
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             why = _launcher_words(started)
             raise LaunchError(f"no word from rank {names}{more} within {ticket.start_s:.0f} s of the start{why}")
-        # A rank ends its program itself when time is up, and says so; this is for one that cannot.
+        # A rank ends its program itself when time is up, and reports that; this is for one that cannot.
         if deadline is not None and now > deadline + 30:
             alive = [f"{state.rank} on {state.host}" for state in board.ranks if not state.over]
             raise LaunchError(f"rank {', '.join(alive[:8])} did not end within {ticket.timeout_s:.0f} s")

@@ -87,7 +87,7 @@ class Started(ABC):
         """None while it runs; then how it ended."""
 
     def advice(self) -> str:
-        """What its own words do not say where it came to nothing: what was tried, where, and what to do; or nothing."""
+        """What its own words do not say if it came to nothing: what was tried, where, and what to do; or nothing."""
         return ""
 
     @abstractmethod
@@ -393,7 +393,7 @@ def _srun(given: Way) -> list[Started]:
 
 
 def _why_no_slurm(hosts: Sequence[str]) -> str:
-    """That no Slurm answers this machine, and what to do; nothing where one does, as ``scontrol ping`` finds out."""
+    """That no Slurm answers this machine, and what to do; nothing if one does, as ``scontrol ping`` finds out."""
     try:
         done = subprocess.run(["scontrol", "ping"], capture_output=True, timeout=_PING_S)
     except FileNotFoundError:
@@ -409,6 +409,6 @@ def _why_no_slurm(hosts: Sequence[str]) -> str:
     return (
         f"no Slurm controller answers {socket.gethostname()}, from where srun was to start ranks on {named} "
         f"(`scontrol ping`: {said}). --how srun needs a running Slurm that takes jobs from this machine: `sinfo` must "
-        "list these nodes; where its configuration is not in Slurm's own place, SLURM_CONF names it. Without a Slurm, "
+        "list these nodes; if its configuration is not in Slurm's own place, SLURM_CONF names it. Without a Slurm, "
         "take --how ssh or --how torchrun, and hosts that ssh reaches"
     )

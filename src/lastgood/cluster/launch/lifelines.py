@@ -80,7 +80,7 @@ class _Hello:
 class Board:
     """Listens for the ranks of one launch. `hosts` names the host of each rank. Close it at the end.
 
-    Ranks are told to meet at `address` and `port`; where they are not given, where rank 0 is, at a port that it chose.
+    Ranks are told to meet at `address` and `port`; if they are not given, at rank 0's host, at a port that it chose.
     It listens on `listen`, ``""`` for all addresses of this machine. Whatever one connection brings ends that one.
     """
 

@@ -201,7 +201,7 @@ class _Watch:
         self.signalled = number
 
     def wait(self, deadline: float, also: int | None = None) -> tuple[str | None, dict[str, Any] | None]:
-        """Wait: why to end, or a message, or (None, None) where descriptor `also` is ready or some time has passed."""
+        """Wait: why to end, or a message, or (None, None) if descriptor `also` is ready or some time has passed."""
         readers: list[Any] = [self.lifeline.socket, self._wake, *([] if also is None else [also])]
         # The parent is looked at every second: its pidfd would tell at once, but a thread of it can be the true parent.
         patience_s = 0.0 if self.lifeline.has_more else min(1.0, max(0.0, deadline - time.monotonic()))

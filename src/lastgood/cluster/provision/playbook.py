@@ -32,7 +32,7 @@ class Steps:
     """What is done on each host.
 
     `prerequisites`: run install/install_preq_at_vm.sh, only print its commands, or leave it out. `gpu`: driver and CUDA
-    where a host has a GPU. `reboot`: where a new driver needs it. `install`: run install.sh.
+    if a host has a GPU. `reboot`: if a new driver needs it. `install`: run install.sh.
     """
 
     prerequisites: Literal["apply", "dry-run", "skip"] = "apply"
@@ -82,7 +82,7 @@ def provision_hosts(wanted: Provisioning) -> tuple[Bundle, list[HostReport]]:
     program = find_ansible()
     playbook = wanted.root / "install" / "ansible" / "provision.yml"
     if not playbook.is_file():
-        raise ConfigError(f"{playbook}: there is no such file; is {wanted.root} a whole checkout?")
+        raise ConfigError(f"{playbook}: there is no such file; is {wanted.root} a complete checkout?")
     with tempfile.TemporaryDirectory(prefix="lastgood-provision-") as name:
         folder = Path(name)
         bundle = bundle_checkout(wanted.root, folder, carry_changes=wanted.carry_changes)

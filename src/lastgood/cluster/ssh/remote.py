@@ -187,7 +187,7 @@ class Remote:
         """Run a command that ends within `timeout_s`, connecting included, and return what it wrote.
 
         An exit code that is not zero is a result. Raises HostError if the host is not reached, refuses the key, has
-        no such command, or where time or `max_output_bytes` (of each stream) is exceeded; the command is ended there
+        no such command, or if time or `max_output_bytes` (of each stream) is exceeded; the command is ended there
         too.
         """
         bounded = ["timeout", "-k", "2", str(math.ceil(timeout_s) + _REMOTE_GRACE_S), *argv]
@@ -279,7 +279,7 @@ class Remote:
 
         With `keep` a file that is there stays as it is.
 
-        Raises HostError for the first host where it cannot be written.
+        Raises HostError for the first host on which it cannot be written.
         """
         write = 'umask 077; mkdir -p -- "${1%/*}" && cat > "$1.$$.$2" && mv -- "$1.$$.$2" "$1"'
         if keep:
@@ -327,7 +327,7 @@ class RemoteProcess:
         self.pid = process.pid
         """Of the local ssh."""
         self.stdout, self.stderr = process.stdout, process.stderr
-        """The command's output and errors, where `start` was given subprocess.PIPE."""
+        """The command's output and errors, if `start` was given subprocess.PIPE."""
         self._first = first
         self._process = process
         self._log = log
@@ -339,13 +339,13 @@ class RemoteProcess:
         self._heart.start()
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs; 255 also where ssh itself failed, and `wait` then says how."""
+        """The exit code, or None while it runs; 255 also if ssh itself failed, and `wait` then says how."""
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:
         """Wait for the end and return the exit code (128 + N for a command that signal N ended).
 
-        Raises HostError if it does not end in time (it then goes on), and where ssh failed: the host was not
+        Raises HostError if it does not end in time (it then goes on), and if ssh failed: the host was not
         reached, the connection was lost.
         """
         try:

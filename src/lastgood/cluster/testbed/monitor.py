@@ -127,7 +127,7 @@ def add_monitor(state: BedState, monitor: Monitor) -> None:
 
 
 def remove_monitor(state: BedState, node: str) -> None:
-    """Remove all that mirrors to a node, links included; nothing happens where there is nothing."""
+    """Remove all that mirrors to a node, links included; nothing happens if there is nothing."""
     space = namespace_of(state.name, "br")
     if space not in namespaces(state.name):
         return

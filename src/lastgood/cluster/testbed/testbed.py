@@ -127,14 +127,14 @@ class Testbed:
         state: Path | None = None,
         guarded: bool = False,
     ) -> Testbed:
-        """Make a testbed of nodes vm1 to vmN, or make the one of this name whole again.
+        """Make a testbed of nodes vm1 to vmN, or repair the one of this name.
 
         So killed, cut and paused nodes are up when this returns.
         `rate` limits each node's link, as ``1gbit``, or single ones, as ``1gbit,vm2=50mbit``, both ways; rates and
         delays that single nodes were given later are those of this call again. `state` is a new or empty folder for
         keys and configuration (by default below /run). With `guarded`, a process of its own takes the testbed down
         when this process ends, however it ends.
-        Raises ConfigError for wrong arguments, and where a testbed of this name has others.
+        Raises ConfigError for wrong arguments, and if a testbed of this name has others.
         """
         check_bed_name(name)
         if not 1 <= nodes <= MAX_NODES:

@@ -102,7 +102,7 @@ def read_cells(folder: Path, *, machine: str | None = None, device: Device | Non
     cells = _cells(runs, notes)
     if not cells:
         raise ConfigError(
-            f"--records {folder}: no cell with a `none` run of its workload, two checkpoints and a whole proof"
+            f"--records {folder}: no cell with a `none` run of its workload, two checkpoints and a complete proof"
             + "".join(f"; {note}" for note in notes)
         )
     known = [run.rates for run in runs if run.rates is not None]

@@ -2,7 +2,7 @@
 
 A checkpoint of S bytes every f iterations of t seconds makes an iteration take, in the mean::
 
-    t_c = max( t + (a S + e) / f,  b S / f )        e = max(0, S/C - h) where the copy overlaps with training, else 0
+    t_c = max( t + (a S + e) / f,  b S / f )        e = max(0, S/C - h) if the copy overlaps with training, else 0
 
 ``a`` (stall, seconds a byte): training stands still for a S seconds a checkpoint, or is slowed down by as much.
 ``b`` (busy, seconds a byte): the system needs b S seconds between two checkpoints, however much of that training hides.

@@ -176,7 +176,7 @@ def _loopback_server(token: str) -> Iterator[int]:
     assert child.stdout is not None
     try:
         with child.stdin, child.stdout:
-            # One that is gone already takes no token; that it prints no port says so below.
+            # One that is gone already takes no token; that it prints no port is found below.
             with suppress(BrokenPipeError):
                 os.write(child.stdin.fileno(), f"{token}\n".encode())
             with selectors.DefaultSelector() as selector:

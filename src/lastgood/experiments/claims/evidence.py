@@ -29,7 +29,7 @@ GOODPUT_COLUMNS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """A number measured several times; if `trouble` says something, it is good for nothing."""
+    """A number measured several times; if `trouble` is not empty, it is not usable."""
 
     values: tuple[float, ...]
     trouble: str = ""
@@ -149,7 +149,7 @@ class Evidence:
     ) -> tuple[dict[tuple[str, int], Sample], str]:
         """Goodput of PCcheck divided by that of `other`, by workload and interval, and which goodput it is.
 
-        Measured goodput is taken where there is any, the formula's elsewhere. A cell in which `other` comes to nothing
+        Measured goodput is taken if there is any, the formula's elsewhere. A cell in which `other` comes to nothing
         has no ratio and is left out.
         """
         frame = self.goodput

@@ -195,7 +195,7 @@ def load_claims(path: Path) -> list[ClaimRow]:
 
 
 def claims_markdown(rows: Sequence[ClaimRow]) -> str:
-    """The claims as a Markdown page, the verdicts that say something first."""
+    """The claims as a Markdown page, decided verdicts first."""
     counts = Counter(row.verdict for row in rows)
     places = sorted({f"{row.machine}, {row.scale} scale" for row in rows if row.machine})
     lines = [

@@ -2,7 +2,7 @@
 
 Rules and sizes: MLCommons, "MLPerf Storage", Rules.md, section 4 and table 2 (v2.0 and v3.0 have the same numbers);
 names of the results: DLIO's summary.json, which MLPerf's own tool reads. A result of the name MLPerf comes only from
-that tool, so this is a comparison, and says so. Needs no torch.
+that tool, so this is a comparison, and is labelled as one. Needs no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rule(FrozenModel):
     """One rule, and what the runs did."""
 
     name: str
-    """MLPerf's, where it has one."""
+    """MLPerf's, if it has one."""
     met: bool
     found: str
     """What was done, in words."""

@@ -21,7 +21,7 @@ __all__ = ["Progress"]
 
 _LOOK_S = 2.0
 _PLAIN_LINE_S = 60.0
-"""Where lines stay, as in a file, one is written at most so often."""
+"""If lines stay, as in a file, one is written at most so often."""
 _TURN_S = 120.0
 """A picture waits so long for its turn on the machine: drawing would disturb a measurement."""
 _SHARES = (1 / 3, 2 / 3)

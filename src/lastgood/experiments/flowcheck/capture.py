@@ -32,7 +32,7 @@ _NO_DPDK: Final = "DPDK: this capture program has af_packet only"
 def measure_capture(
     settings: CaptureSettings, _seed: int, _scratch: Path, _logs: Path, report: Report
 ) -> CaptureResult:
-    """Send and capture at every point. Raises ConfigError, saying what to do, where no namespace can be made."""
+    """Send and capture at every point. Raises ConfigError, saying what to do, if no namespace can be made."""
     reason = why_no_testbed()
     if reason is not None:
         raise ConfigError(f"frames are sent inside a network namespace: {reason}")

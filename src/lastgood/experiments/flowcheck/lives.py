@@ -32,7 +32,7 @@ _POLL_S: Final = 0.02
 
 
 def measure_lives(settings: LivesSettings, _seed: int, scratch: Path, logs: Path, report: Report) -> LivesResult:
-    """A window of each way. Raises ConfigError where none can be."""
+    """A window of each way. Raises ConfigError if none can be."""
     reason = why_no_testbed()
     if reason is not None:
         raise ConfigError(f"trainers are nodes of a testbed: {reason}")

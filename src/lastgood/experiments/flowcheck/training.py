@@ -47,7 +47,7 @@ _POLL_S: Final = 0.05
 def measure_training(
     settings: TrainingSettings, seed: int, scratch: Path, logs: Path, report: Report
 ) -> TrainingResult:
-    """Blocks of steps of each variant, in a shuffled order in each round. Raises ConfigError where none can be."""
+    """Blocks of steps of each variant, in a shuffled order in each round. Raises ConfigError if none can be."""
     reason = why_no_testbed()
     if reason is not None:
         raise ConfigError(f"trainers are nodes of a testbed: {reason}")

@@ -26,7 +26,7 @@ __all__ = ["Interval", "PairEstimate", "estimate_pairs", "pair_ratios"]
 _RESAMPLES = 2000
 _COVERAGE = 0.95
 _UNKNOWN = 1000.0
-"""Where nothing is known of the spread, the interval goes from a thousandth to a thousand times."""
+"""If nothing is known of the spread, the interval goes from a thousandth to a thousand times."""
 
 
 class Interval(NamedTuple):

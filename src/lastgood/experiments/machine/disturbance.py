@@ -1,7 +1,7 @@
 """What others do to the machine while something is timed: CPU time, steal, pressure, disk traffic, clocks and heat.
 
 Everything is a difference of two looks at counters of the kernel. A look takes some milliseconds and is made outside of
-what is timed. If the kernel does not say something (a container, no PSI, no frequency driver) it is None. No torch.
+what is timed. If the kernel does not report something (a container, no PSI, no frequency driver) it is None. No torch.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
 def plan_dcp(config: Config) -> list[DcpSpec]:
     """The figure of torch's distributed checkpoint: every storage on every number of ranks, on disk and on S3.
 
-    What needs the S3 server, or a package, that is not installed is left out, and a line says so.
+    What needs the S3 server, or a package, that is not installed is left out, and a line reports it.
     """
     section = config.dcp
     places: list[tuple[Medium, list[str], list[int], list[int]]] = [

@@ -48,7 +48,7 @@ class Prediction(FrozenModel):
     state_bytes_per_s: float | None = Field(
         default=None,
         gt=0,
-        description="rate at which a state is built and, for a proof, read back; null where sizes differ little",
+        description="rate at which a state is built and, for a proof, read back; null if sizes differ little",
     )
     step_s: dict[str, Seconds] = Field(description="seconds of one step, by model")
     other_step_s: Seconds = Field(description="seconds of one step of a model that is not listed")

@@ -110,7 +110,7 @@ def nodes_variants(config: Config, section: NodesSection, figure: str) -> list[V
     """Figures 8e and 8f: every system, on the model with the section's own options.
 
     What ranks hold alike PCcheck writes once if all of them can read it back. None if DeepSpeed is needed and
-    missing: `plan.left_out` says so.
+    missing: `plan.left_out` has them.
     """
     if why_no_deepspeed(section.parallel):
         return []

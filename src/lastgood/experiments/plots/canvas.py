@@ -152,7 +152,7 @@ def plotter(
     """The function that draws a figure from its CSV file into `out_stem` + .pdf, .png and .svg.
 
     `draw` takes the frame, the width and whether there is a caption; `missing_runs` says what a frame lacks. With
-    `partial`, a CSV that lacks runs is drawn with a line that says so; without, it is refused.
+    `partial`, a CSV that lacks runs is drawn with a line that states it; without, it is refused.
     """
 
     def plot(

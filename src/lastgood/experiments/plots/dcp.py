@@ -119,7 +119,7 @@ def _hatch(rows: pd.DataFrame) -> str:
 
 
 def _draw_bounds(axes: Axes, frame: pd.DataFrame, groups: list[_Group]) -> list[Any]:
-    """A line over each group at the median of its runs' bounds; none where it is far above all bars."""
+    """A line over each group at the median of its runs' bounds; none if it is far above all bars."""
     top = 1.6 * float(frame["mib_per_s_max"].max())
     names: dict[str, None] = {}
     for place, group in enumerate(groups):

@@ -134,7 +134,7 @@ class RankTimes(FrozenModel):
     stall_s: _Seconds
     """In which its training would have waited."""
     plan_s: _Seconds | None = None
-    """Its own plan. None, with all that follow, if torch did the work where its steps cannot be timed."""
+    """Its own plan. None, with all that follow, if torch did the work and its steps cannot be timed."""
     gather_s: _Seconds | None = None
     """From its own plan to the one that comes back from all ranks."""
     transfer_s: _Seconds | None = None

@@ -2,7 +2,7 @@
 
 The formula's terms come from runs of the same configuration: t from `none`, t_c from durable throughput, L from the
 restore proof, Tw from the median persist, N from the options. T and F are those of the window that measured runs live
-through, so that both say something about the same time. docs/goodput.md explains each column.
+through, so that both are about the same time. docs/goodput.md explains each column.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank's side of the conversation with all shadows, in the background of the training.
 
-On rank 0 it decides which iteration is complete (`ConductorState` does) and says so to every shadow; the other ranks
+On rank 0 it decides which iteration is complete (`ConductorState` does) and tells every shadow; the other ranks
 hear it from them. Every rank seeds the buckets that it owns. The training hands over what an iteration needs beside
 gradients, and asks which buckets to copy; it waits for nothing here but the first seeds, and, if a policy says so,
 for room.
@@ -270,7 +270,7 @@ class Conductor:
             self._decide()
 
     def failing(self, shadow: int, why: str) -> None:
-        """A link cannot connect. Only whoever waits in vain says so."""
+        """Remember why a link cannot connect; it is reported only if a wait times out."""
         with self._changed:
             self._why[shadow] = why
 
@@ -298,7 +298,7 @@ class Conductor:
         self._changed.notify_all()
 
     def heard(self, shadow: int, message: Message) -> None:
-        """A shadow says something."""
+        """A message of a shadow."""
         with self._changed:
             state = self._state
             if isinstance(message, Have):

@@ -131,7 +131,7 @@ def plan_layout(
 ) -> GradientLayout:
     """Put parameters (name, shape, torch's name of the dtype), in the optimizer's order, into buckets.
 
-    A bucket ends where the next parameter would make it larger than `bucket_bytes`, or is of another dtype or owner
+    A bucket ends if the next parameter would make it larger than `bucket_bytes`, or is of another dtype or owner
     (if `owners` names one for each parameter). The limit is a shadow's equal part of all bytes, if that is less:
     so no shadow is left without a bucket, unless single parameters are larger than that. Raises ConfigError for dtypes
     that no record can carry, and if there are no parameters.

@@ -72,7 +72,7 @@ def spans_of(
 
 
 def _append(found: list[Span], span: Span) -> None:
-    """Add a run, joined to the one before it where both ends go on."""
+    """Add a run, joined to the one before it if both ends go on."""
     if found:
         last = found[-1]
         following = (last.bucket, last.offset + last.nbytes, last.source + last.nbytes)

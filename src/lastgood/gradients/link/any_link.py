@@ -40,7 +40,7 @@ class Listener(Protocol):
         """Nobody listens at its address: its process has ended."""
 
     def heard(self, shadow: int, message: Message) -> None:
-        """The shadow says something."""
+        """A message of the shadow."""
 
     def fenced_off(self, shadow: int, incarnation: int) -> None:
         """Another incarnation of this job has begun; this link has ended."""

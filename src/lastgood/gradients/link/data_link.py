@@ -107,7 +107,7 @@ class DataLink:
             os.close(fd)  # the sender has its own
         # Said at once: the next iteration may never begin, since another rank waits in this one until the shadow takes
         # its gradients, and the shadow has no room for them as long as it waits for this rank's.
-        with contextlib.suppress(OSError):  # the first gradient will say so
+        with contextlib.suppress(OSError):  # the first gradient will fail with the reason
             sender.end(self._begun, timeout_s=0.0)
         with self._lock:
             if not self._closed:

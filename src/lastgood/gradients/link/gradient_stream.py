@@ -28,7 +28,7 @@ def keep_for_ever(owners: Iterable[Any]) -> None:
 class GradientStream:
     """The iterations of one incarnation, on one rank. `base` is the last one before it.
 
-    `close_open` is called where an iteration begins while the one before was neither saved nor closed.
+    `close_open` is called if an iteration begins while the one before was neither saved nor closed.
     """
 
     def __init__(

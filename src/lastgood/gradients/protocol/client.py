@@ -173,7 +173,7 @@ def check_set(statuses: Sequence[Status], addresses: Sequence[str]) -> None:
 def choose(statuses: Sequence[Status], step: int | None = None) -> Choice:
     """The newest iteration that all shadows can give back, or the one of the training's `step`.
 
-    From memory where it can be, since that is nearer. Raises NoCheckpoint, naming what each shadow holds.
+    From memory if it can be, since that is nearer. Raises NoCheckpoint, naming what each shadow holds.
     """
     found: list[Choice] = []
     for source in ("memory", "durable"):
@@ -195,7 +195,7 @@ def choose(statuses: Sequence[Status], step: int | None = None) -> Choice:
 
 
 def signs_of_loss(statuses: Sequence[Status]) -> list[str]:
-    """Why shadows that hold nothing in common may have lost what they held; nothing where no step was ever complete.
+    """Why shadows that hold nothing in common may have lost what they held; nothing if no step was ever complete.
 
     An incarnation that ends before its first step is complete leaves steps with some shadows, and none of these signs.
     """

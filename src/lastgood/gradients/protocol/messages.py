@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 4
-"""Of these messages and of side records: another one where one side would not understand what the other one says."""
+"""Of these messages and of side records: another one if one side would not understand what the other one says."""
 GREETING = b"lastgood shadow %d\n" % PROTOCOL_VERSION
 """Opens every connection to a shadow (`wire.frames.prove_trainer`)."""
 PROVES_FIRST = 3

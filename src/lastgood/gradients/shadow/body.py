@@ -68,7 +68,7 @@ class ShadowBody:
             self.state.job = self.store.job
 
     def settle_memory(self, layout: GradientLayout) -> None:
-        """Memory and a receiver for this layout; nothing changes where both are there, or where it does not fit.
+        """Memory and a receiver for this layout; nothing changes if both are there, or if it does not fit.
 
         Raises ConfigError if there is no room, WaitTimeout if the old receiver does not end.
         """

@@ -58,7 +58,7 @@ def find_place(shadow: int | None, shadows: int | None, trainers: int | None, en
     """Flags first, then NUM_STORAGE, NUM_TRAINING, RANK and WORLD_SIZE.
 
     If one launcher starts trainers and shadows (WORLD_SIZE is their sum), shadows are the ranks after the trainers;
-    where it starts shadows alone, RANK is the shadow's number. Raises ConfigError for numbers that fit neither.
+    if it starts shadows alone, RANK is the shadow's number. Raises ConfigError for numbers that fit neither.
     """
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     shadows = _first(shadows, _number(environment, "NUM_STORAGE"))
@@ -70,7 +70,7 @@ def find_place(shadow: int | None, shadows: int | None, trainers: int | None, en
         shadow = rank - trainers if together and trainers is not None else rank
         if together and shadow < 0:
             raise ConfigError(
-                f"RANK {rank} trains, since NUM_TRAINING is {trainers}; shadows are the {shadows} ranks behind them"
+                f"RANK {rank} trains, since NUM_TRAINING is {trainers}; shadows are the {shadows} ranks after them"
             )
         if not together and world not in (None, shadows):
             raise ConfigError(

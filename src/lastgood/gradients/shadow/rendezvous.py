@@ -19,7 +19,7 @@ _PORTS = 1 << 16
 class Rendezvous:
     """A store at MASTER_ADDR and MASTER_PORT; keep it as long as others may ask it.
 
-    torchrun's agent, or rank 0 of the trainers, has one there already; where shadows are alone, the first makes it.
+    torchrun's agent, or rank 0 of the trainers, has one there already; if shadows are alone, the first makes it.
     Raises ConfigError if the environment names no store, HostError if it cannot be reached in `timeout_s`.
     """
 

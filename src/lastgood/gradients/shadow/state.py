@@ -283,7 +283,7 @@ class ShadowState:
         self._settle()
 
     def window_set(self, bucket: int, held: Collection[int] | None) -> None:
-        """The receiver obeyed a Window that asks, and holds these iterations whole; None: it forgot what follows."""
+        """The receiver obeyed a Window that asks, and holds all of these iterations; None: it forgot what follows."""
         found = self.held.buckets[bucket]
         if held is not None:
             found.received = set(held) - self.held.known.void

@@ -123,7 +123,7 @@ class BucketTap:
         _log.warning("checkmate: %s", context.stream.fault)
 
     def _plan(self, context: TapContext, bucket: Any, gradients: torch.Tensor) -> _Plan | None:
-        """Made again where DDP has put other parameters into its bucket."""
+        """Made again if DDP has put other parameters into its bucket."""
         parameters = bucket.parameters()
         known = self._plans.get(bucket.index())
         identities = tuple(map(id, parameters))

@@ -1,7 +1,7 @@
 """The parameters that an optimizer updates, as they lie in a training's memory, and their place in the layout.
 
 Shadows know bytes only. Those of a tensor are taken in the order in which they lie in memory, so that a parameter in
-channels_last needs no copy; its declared shape is that of its memory then, and its name says so.
+channels_last needs no copy; its declared shape is that of its memory then, and its name shows that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def memory_order(tensor: torch.Tensor, name: str) -> tuple[int, ...]:
 
 
 def flat_bytes(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """The bytes of a tensor, one-dimensional, in `order`; its own memory where they lie so, else a copy."""
+    """The bytes of a tensor, one-dimensional, in `order`; its own memory if they lie so, else a copy."""
     ordered = tensor.detach().permute(tuple(order)) if len(order) == tensor.dim() else tensor.detach()
     return ordered.contiguous().reshape(-1).view(torch.uint8)
 

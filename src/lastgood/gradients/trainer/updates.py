@@ -36,7 +36,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where each rank's parameters lie in the layout: one share for all ranks where they have the same ones."""
+    """Where each rank's parameters lie in the layout: one share for all ranks if they have the same ones."""
 
     firsts: tuple[int, ...] = (0,)
     """The first index of each share."""
@@ -170,7 +170,7 @@ class UpdateNotes:
 
     def update(self) -> Update:
         """All steps of the iteration that is open; after the last of them."""
-        with contextlib.suppress(ConfigError):  # then the next step says so
+        with contextlib.suppress(ConfigError):  # then the next step raises it
             self._count_again()
         rule, shares = self._open.rule, self._shares
         if rule is None:

@@ -65,7 +65,7 @@ class ObjectSave:
         """Whether there are notes of saves that were not."""
 
     def prepare(self) -> None:
-        """Say that this save is in progress. Raises StorageError, also where this host's clock runs behind."""
+        """Say that this save is in progress. Raises StorageError, also if this host's clock runs behind."""
         name, client = self._name, self._client
         note = f"{name.uploads}/{self.rank:07d}-{secrets.token_hex(8)}"
         client.put(note, UploadNote(name, self.rank).encode())

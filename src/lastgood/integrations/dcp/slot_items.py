@@ -193,7 +193,7 @@ def _tensor(item: _Item, planner: SavePlanner) -> torch.Tensor:
         given = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         raise StateError(
             f"{item.write.index.fqn}: planned as {item.dtype} {item.shape}, and the planner gave {given}; a planner "
-            "that changes tensors must say so in its plan"
+            "that changes tensors must state that in its plan"
         )
     if found.device.type not in ("cpu", "cuda") or type(found.detach()) not in (torch.Tensor, torch.nn.Parameter):
         raise StateError(

@@ -196,7 +196,7 @@ class RingWriter(_Mapped):
 
     @staticmethod
     def _file_of(path: Path) -> None:
-        """Refuse a path that a living writer has, or where something else than a ring is."""
+        """Refuse a path that a living writer has, or that something other than a ring has."""
         with storage_errors(path, "looking for a ring of frames"):
             try:
                 descriptor = open_regular(path, os.O_RDWR)

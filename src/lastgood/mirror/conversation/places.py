@@ -113,7 +113,7 @@ class Expect:
     `nbytes` is the size of its buffer. Bytes of a gradient bucket are those of its parameters one after another, each
     in memory order, in the wire's dtype. If a step has several reductions, those of the last one are its gradients, and
     hold the others already; the others are "other". Buffers of step t are those that opened its first forward: as they
-    were behind step t - 1.
+    were after step t - 1.
     """
 
     collective: int

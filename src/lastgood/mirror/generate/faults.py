@@ -95,5 +95,5 @@ class FaultyMirror:
 
 
 def _begin_of_loss(loss: float, burst: float) -> float:
-    """Probability that a loss begins at a frame behind one that passed, for a mean share of lost frames."""
+    """Probability that a loss begins at a frame after one that passed, for a mean share of lost frames."""
     return 1.0 if loss >= 1 else min(1.0, loss / (burst * (1 - loss) + loss))

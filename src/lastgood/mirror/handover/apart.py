@@ -1,8 +1,8 @@
 """Stages that are processes of their own: parse, extract, and what the updates see of them.
 
 Each ends when the one before it has ended, after everything that it gave. If the one before it died, it ends as well,
-and says so: what was in its memory is lost, so all stages are started again. The updates alone go on, and serve what
-they hold.
+and reports that: what was in its memory is lost, so all stages are started again. The updates alone go on, and serve
+what they hold.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _rules(training: Training, spec: OptimizerSpec, steps: int) -> Rules:
                     numbers.note(step, _group_numbers(group, rule))
                 if (step + 1) % training.steps_per_schedule == 0:
                     scheduler.step()
-                # A state behind the first step that is not a fresh one's is a change, too.
+                # A state after the first step that is not a fresh one's is a change, too.
                 if step == 0:
                     states.note(-1, fresh.items())
                 states.note(step, _leaves(scheduler.state_dict()))

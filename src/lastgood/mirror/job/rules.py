@@ -36,7 +36,7 @@ class Varying(StrictModel):
 
 
 class Change(StrictModel):
-    """A value in the scheduler's state_dict, by its path, that a column tells: as it is behind step t, in row t."""
+    """A value in the scheduler's state_dict, by its path, that a column tells: as it is after step t, in row t."""
 
     path: Annotated[tuple[Annotated[str, Field(max_length=100)] | int, ...], Field(min_length=1, max_length=20)]
     column: Annotated[int, Field(ge=0, lt=_MAX_COLUMNS)]
@@ -135,8 +135,8 @@ class Rules(StrictModel):
     ) -> UpdateRule:
         """The update of step `step` (from 0: also steps that a loss scaler skips count).
 
-        `counts` are, for each group, the different numbers of updates that its parameters will have made behind this
-        one; needed where the description has powers. Raises ConfigError beyond the steps that are described.
+        `counts` are, for each group, the different numbers of updates that its parameters will have made after this
+        one; needed if the description has powers. Raises ConfigError beyond the steps that are described.
         """
         if self.steps is not None and step >= self.steps:
             raise ConfigError(
@@ -163,7 +163,7 @@ class Rules(StrictModel):
         raise ConfigError(f"the job description has no powers of beta {beta}: make it again on the trainers' device")
 
     def scheduler_state(self, step: int) -> list[tuple[tuple[str | int, ...], float | int]]:
-        """What differs in the scheduler's state_dict behind step `step` from a fresh one: (path, value).
+        """What differs in the scheduler's state_dict after step `step` from a fresh one: (path, value).
 
         Two paths may lead to one list in a live scheduler's state_dict: change a copy of it, with a list for each.
         """

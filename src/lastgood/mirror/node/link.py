@@ -106,7 +106,7 @@ class LocalLink:
             self._thread.join(_END_S)
 
     def told(self, message: Message) -> None:
-        """The shadow says something; see `Ear`."""
+        """A message of the shadow; see `Ear`."""
         self._listener.heard(0, message)
 
     # -- the thread ------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class LoggedStep:
 
 
 class GradientLog:
-    """Newest steps; older ones go where there is no room. Steps count as the conversation's."""
+    """Newest steps; older ones go if there is no room. Steps count as the conversation's."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

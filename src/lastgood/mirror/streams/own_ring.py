@@ -48,7 +48,7 @@ class _LinkReader:
         self._known = False
         """Whether the hello came."""
         self._sought: bytearray | None = None
-        """Bytes behind a header that is lost, until the next one is found."""
+        """Bytes after a header that is lost, until the next one is found."""
 
     def _hello(self, hello: Hello) -> None:
         self._known = True

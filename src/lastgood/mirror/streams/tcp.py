@@ -37,7 +37,7 @@ SYN: Final = 2
 RST: Final = 4
 ACK: Final = 16
 _FARTHEST = 1 << 30
-"""No window is larger: what lies farther ahead or behind does not belong to the connection as it is known."""
+"""No window is larger: what lies farther ahead or back does not belong to the connection as it is known."""
 _STORED_BYTES: Final = 128
 """What keeping a segment takes beside its bytes."""
 _HEADER = struct.Struct(">HHIIBB")
@@ -49,11 +49,11 @@ class TcpSettings:
     """How much memory reassembly may take, and when it stops waiting."""
 
     keep_bytes: int = 64 * MIB
-    """Of one direction, behind a hole; more makes the hole final."""
+    """Of one direction, after a hole; more makes the hole final."""
     keep_all_bytes: int = 512 * MIB
     """Of all directions together."""
     blind_bytes: int = 4 * MIB
-    """Bytes behind a hole that make it final if the other direction is not captured."""
+    """Bytes after a hole that make it final if the other direction is not captured."""
     max_connections: int = 4096
     """The one that was silent for longest is given up for the next one."""
 
@@ -358,7 +358,7 @@ class Streams:
                 self.counts["differing_copies"] += 1
 
     def _store(self, half: Half, begin: int, view: memoryview, time_ns: int) -> None:
-        """Keep what lies behind a hole: the parts that are not there yet."""
+        """Keep what lies after a hole: the parts that are not there yet."""
         self.counts["out_of_order_segments"] += 1
         at = max(0, bisect_left(half.stored, begin, key=lambda one: one.begin) - 1)
         end = begin + len(view)
@@ -425,7 +425,7 @@ class Streams:
             half.reader.hole(nbytes)
 
     def _bound(self, half: Half, other: Half) -> None:
-        """Stop waiting for a hole if too much lies behind it."""
+        """Stop waiting for a hole if too much lies after it."""
         settings = self.settings
         while half.stored and (
             half.stored_bytes > settings.keep_bytes

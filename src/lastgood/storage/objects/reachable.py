@@ -82,7 +82,7 @@ def look_at_place(place: ObjectPlace, world: tuple[int, int], disk: bytes | None
     except StorageError as error:
         if disk is None:
             raise StorageError(
-                f"{place} cannot be looked at, and there is no whole checkpoint on this disk: {error}; this training "
+                f"{place} cannot be looked at, and this disk holds no complete checkpoint: {error}; this training "
                 "would begin again beside what may be there; make it reachable, or start without it (remote=None)"
             ) from error
         _log.warning("%s cannot be looked at: %s; the checkpoints on this disk are taken", place, error)

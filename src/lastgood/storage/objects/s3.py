@@ -1,6 +1,6 @@
 """Objects in a bucket of S3, or of a server that speaks as S3 does. Data goes by obstore, in any number of threads.
 
-Payloads are not signed (TLS covers them where there is TLS) and carry a CRC64NVME, which the server checks. All objects
+Payloads are not signed (TLS covers them if it is used) and carry a CRC64NVME, which the server checks. All objects
 are single puts: there are no multipart uploads that could be orphaned. obstore repeats what failed on the way, within
 `S3Options.retries` and `retry_s`; a repeated create that finds the first one's object is told so (`ObjectExists`).
 """
@@ -86,7 +86,7 @@ class S3Options:
     endpoint_url: str | None = None
     """Of a server that is not AWS; with http:// it is reached without TLS."""
     path_style: bool | None = None
-    """The bucket in the path and not in the host name; by default where an endpoint is given."""
+    """The bucket in the path and not in the host name; by default if an endpoint is given."""
     profile: str | None = None
     """Of the files of the AWS command line; needs boto3."""
     credentials: Credentials | Callable[[], Credentials] | None = field(default=None, repr=False)
@@ -226,7 +226,7 @@ class S3Client:
             try:
                 self._run(keys[begin], "delete", partial(self._delete, some))
             except ObjectMissing:
-                continue  # some servers say so of what is not there
+                continue  # some servers answer that for what is not there
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -258,7 +258,7 @@ class S3Client:
     def _run(self, key: str, operation: str, one: Callable[[Any], _T]) -> _T:
         """One operation, once more with new credentials if the old ones have expired.
 
-        And again where the connection broke: obstore does not repeat a create by itself, nor the body of an answer.
+        And again if the connection broke: obstore does not repeat a create by itself, nor the body of an answer.
         All operations may be repeated, and whoever creates knows that an object that is there may be its own.
         """
         deadline, renewed, tries = time.monotonic() + self.options.retry_s, False, 0
@@ -380,7 +380,7 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError:
 
 
 def _profile_of_files() -> str | None:
-    """The profile that the AWS command line would take its keys from; None where obstore finds some by itself."""
+    """The profile that the AWS command line would take its keys from; None if obstore finds some by itself."""
     if any(os.environ.get(name) for name in _KEYS_OF_ENVIRONMENT):
         return None
     named = os.environ.get("AWS_PROFILE")
@@ -409,7 +409,7 @@ def _code_of(error: Exception) -> str:
 
 
 def _may_be_stale(error: Exception) -> bool:
-    """Whether new credentials may heal it. The answer to a HEAD has no body that would say so."""
+    """Whether new credentials may heal it. The answer to a HEAD has no body that would tell."""
     code, status = _code_of(error), _STATUS.search(str(error))
     return code in _STALE or (not code and status is not None and status[1] in ("400", "403"))
 

@@ -41,7 +41,7 @@ _log = logging.getLogger("lastgood.storage")
 
 _REQUEST_BYTES = 8 * MIB
 _TRIES = 2
-"""Of a piece whose checksum is wrong: what was damaged on the way comes whole the second time."""
+"""Of a piece whose checksum is wrong: what was damaged on the way is intact the second time."""
 
 
 class RemotePath(PosixPath):
@@ -138,7 +138,7 @@ class RemoteView(SlotView):
         )
 
     def statuses(self) -> list[SlotStatus]:
-        """A look at every checkpoint, newest first: whole, or torn if its commit or manifest is damaged or missing.
+        """A look at every checkpoint, newest first: complete, or torn if its commit or manifest is damaged or missing.
 
         Raises StorageError, MismatchError.
         """
@@ -164,13 +164,13 @@ class RemoteView(SlotView):
         return ""
 
     def committed(self) -> list[SlotInfo]:
-        """The whole checkpoints, newest first. Raises StorageError, MismatchError."""
+        """The complete checkpoints, newest first. Raises StorageError, MismatchError."""
 
         def one(slot: int, name: CommitName) -> SlotInfo | None:
             try:
                 return self.look(name, slot)
             except (CorruptCheckpoint, ObjectMissing):
-                return None  # `statuses` says so
+                return None  # `statuses` reports it
 
         return [info for info in _each(one, self.names()) if info is not None]
 
