@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from lastgood.ports import free_ports
+from tests.support.warm import WarmProcess
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "gpt_ddp"
 TIMEOUT_S = 120.0
@@ -32,11 +31,12 @@ def run_ranks(*arguments: str, ranks: int = 2) -> None:
     processes = []
     for rank in range(ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(FOLDER / "train.py"), *arguments]
-        processes.append(subprocess.Popen(command, env={**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo"}))
+        env = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo"}
+        processes.append(WarmProcess([FOLDER / "train.py", *arguments], env=env))
     try:
         for process in processes:
-            assert process.wait(TIMEOUT_S) == 0
+            said, _ = process.communicate(TIMEOUT_S)
+            assert process.returncode == 0, said
     finally:
         for process in processes:
             process.kill()
