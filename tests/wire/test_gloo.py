@@ -9,7 +9,7 @@ from lastgood.errors import ConfigError
 from lastgood.wire.gloo import GlooMessage, GlooRing
 from tests.mirror.support import live
 from tests.mirror.support.frames import read, read_pcap
-from tests.mirror.support.plain_gloo import GlooParser
+from tests.mirror.support.plain.gloo import GlooParser
 from tests.mirror.support.rebuild import ALLREDUCE, collectives
 
 

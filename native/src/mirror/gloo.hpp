@@ -1,4 +1,4 @@
-// Gloo's messages in a TCP connection. tests/mirror/support/plain_gloo.py is the plain twin, and explains the rules.
+// Gloo's messages in a TCP connection. tests/mirror/support/plain/gloo.py is the plain twin, and explains the rules.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// The writes of one RoCE queue pair, in one direction, as messages. tests/mirror/support/plain_roce_flow.py is the
+// The writes of one RoCE queue pair, in one direction, as messages. tests/mirror/support/plain/roce_flow.py is the
 // plain twin, and says what is done and why; both are held to the same results by a test.
 #pragma once
 

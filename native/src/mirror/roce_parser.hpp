@@ -1,4 +1,4 @@
-// RoCEv2 frames to messages. tests/mirror/support/plain_roce.py is the plain twin, and says what is done and why.
+// RoCEv2 frames to messages. tests/mirror/support/plain/roce.py is the plain twin, and says what is done and why.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// Pieces of a message to their places in a buffer. The plain twin is tests/mirror/support/plain_scatter.py.
+// Pieces of a message to their places in a buffer. The plain twin is tests/mirror/support/plain/scatter.py.
 #include "mirror/scatter_bindings.hpp"
 
 #include <nanobind/stl/pair.h>

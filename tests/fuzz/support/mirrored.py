@@ -20,7 +20,7 @@ from tests.fuzz.support.hostile import changed_bytes
 from tests.fuzz.support.registry import Prepared, decoder
 from tests.mirror.support.frames import Captured, batches, read
 from tests.mirror.support.gloo_wire import Line, Script, Turn, random_script
-from tests.mirror.support.plain_gloo import GlooParser
+from tests.mirror.support.plain.gloo import GlooParser
 from tests.mirror.support.twins import compare
 
 

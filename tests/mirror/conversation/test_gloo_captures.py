@@ -14,7 +14,7 @@ from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.job.factory import training_of
 from tests.mirror.support.frames import Captured, read, read_pcap
 from tests.mirror.support.gather import Gathered
-from tests.mirror.support.plain_gloo import GlooParser
+from tests.mirror.support.plain.gloo import GlooParser
 from tests.mirror.support.training import make
 
 SAMPLES = Path(__file__).parents[1] / "samples"

@@ -10,7 +10,7 @@ from lastgood.mirror.extract.extractor import Extractor
 from lastgood.mirror.extract.scatter import scatter
 from lastgood.mirror.extract.slots import Filled, Gone, GradientSlots
 from lastgood.mirror.streams.messages import HEAD, LOST, PIECE, Flow, Parsed
-from tests.mirror.support.plain_scatter import scatter_plain
+from tests.mirror.support.plain.scatter import scatter_plain
 
 
 class Scripted:

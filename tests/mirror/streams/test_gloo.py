@@ -10,7 +10,7 @@ from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.tcp import TcpSettings
 from tests.mirror.support.frames import ACK, RST, SYN, Captured, Messages, read, tcp_frame
 from tests.mirror.support.gloo_wire import ENDS, Line, Script, header, random_script, slot
-from tests.mirror.support.plain_gloo import GlooParser
+from tests.mirror.support.plain.gloo import GlooParser
 
 PARSERS = [GlooParser, NativeGlooParser]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.mirror.support import live
 from tests.mirror.support.frames import read, read_pcap
-from tests.mirror.support.plain_gloo import GlooParser
+from tests.mirror.support.plain.gloo import GlooParser
 from tests.mirror.support.rebuild import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, collectives
 from tests.mirror.support.training import make
 

@@ -14,7 +14,7 @@ from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.tcp import TcpSettings
 from tests.mirror.support.frames import Captured, read_pcap
 from tests.mirror.support.gloo_wire import Line, random_script
-from tests.mirror.support.plain_gloo import GlooParser
+from tests.mirror.support.plain.gloo import GlooParser
 from tests.mirror.support.twins import compare
 
 SAMPLES = Path(__file__).parents[1] / "samples"

@@ -21,7 +21,7 @@ from lastgood.mirror.generate.traffic import RingTraffic, Wire
 from lastgood.mirror.streams.ll import encode
 from lastgood.mirror.streams.messages import Parser
 from lastgood.mirror.streams.roce import RoceParser
-from tests.mirror.support.plain_roce import PlainRoceParser
+from tests.mirror.support.plain.roce import PlainRoceParser
 from tests.mirror.support.rebuild_ring import rebuild, right_where_known
 from tests.mirror.support.roce_messages import Found, batch_of, read_batches
 

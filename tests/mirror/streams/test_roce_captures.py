@@ -17,7 +17,7 @@ from lastgood.mirror.streams.roce import RoceParser
 from lastgood.wire.nccl import messages, nccl_broadcast, nccl_layout
 from lastgood.wire.ring import is_final
 from tests.mirror.support.captures import captures
-from tests.mirror.support.plain_roce import Packet, PlainRoceParser, roce_packet
+from tests.mirror.support.plain.roce import Packet, PlainRoceParser, roce_packet
 from tests.mirror.support.roce_messages import Found, file_batches, read_batches
 
 SUMS = (

@@ -15,7 +15,7 @@ from lastgood.mirror.streams.native import NativeGlooParser
 from lastgood.mirror.streams.tcp import is_changed, tcp_segment
 from tests.mirror.support.frames import Captured, batch, ones_sum
 from tests.mirror.support.gloo_wire import header, slot
-from tests.mirror.support.plain_gloo import GlooParser
+from tests.mirror.support.plain.gloo import GlooParser
 from tests.mirror.support.twins import compare
 
 inet = pytest.importorskip("scapy.layers.inet", reason="scapy is not installed")

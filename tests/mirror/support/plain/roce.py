@@ -36,7 +36,7 @@ from lastgood.mirror.streams.roce import (
     ROCE_PORT,
     roce_flow,
 )
-from tests.mirror.support.plain_roce_flow import PACKET_BYTES, Payload, QueueFlow, Write
+from tests.mirror.support.plain.roce_flow import PACKET_BYTES, Payload, QueueFlow, Write
 
 if TYPE_CHECKING:
     from lastgood.mirror.capture.frames import FrameBatch
