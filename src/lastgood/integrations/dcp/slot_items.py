@@ -155,10 +155,11 @@ def _planned(item: WriteItem, planner: SavePlanner, options: SlotOptions) -> _It
         stream = planner.resolve_data(item)
         if isinstance(stream, torch.Tensor):
             raise StateError(f"{item.index.fqn}: planned as bytes, and the planner gave a tensor")
-        content = stream.getbuffer()
-        check_readable(bytes(content), item.index.fqn, options.allow)
-        held = torch.frombuffer(content, dtype=torch.uint8) if content.nbytes else None
-        return _Item(item, torch.uint8, (content.nbytes,), content.nbytes, held)
+        # Not its buffer: Python 3.13 complains if both go in a circle of an error's frames, the stream first.
+        content = stream.getvalue()
+        check_readable(content, item.index.fqn, options.allow)
+        held = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
+        return _Item(item, torch.uint8, (len(content),), len(content), held)
     data = item.tensor_data
     if data is None:
         raise StateError(f"{item.index.fqn}: planned as a tensor without a description")

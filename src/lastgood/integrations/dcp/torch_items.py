@@ -91,7 +91,7 @@ def _write_item(stream: SummedStream, item: WriteItem, planner: SavePlanner) -> 
     if item.type == WriteItemType.BYTE_IO:
         if isinstance(found, torch.Tensor):
             raise StateError(f"{item.index.fqn}: planned as bytes, and the planner gave a tensor")
-        stream.write(found.getbuffer())
+        stream.write(found.getvalue())
         return
     if not isinstance(found, torch.Tensor):
         raise StateError(f"{item.index.fqn}: planned as a tensor, and the planner gave a {type(found).__name__}")
