@@ -67,6 +67,18 @@ def test_every_test_is_in_a_list() -> None:
             assert any(path.is_relative_to(folder) for folder in harness), path
 
 
+def test_all_tests_in_the_folders_of_harness_measure() -> None:
+    """So that library need not look into them."""
+    for folder in (folder for one in lists_of("harness") for folder in one):
+        assert "mark_folder(items, __file__, pytest.mark.measures)" in (ROOT / folder / "conftest.py").read_text()
+
+
+def test_every_list_begins_once() -> None:
+    (lines,) = re.findall(r"^order=\((.*?)^\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    every = [f"{part} {number}" for part in ("library", "harness") for number in range(len(lists_of(part)))]
+    assert sorted(re.findall(r"'(\w+ \d+)'", lines)) == sorted(every)
+
+
 def test_an_unknown_part_is_refused_by_name() -> None:
     done = subprocess.run(["bash", ".ci/run", "lint", "libary"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
