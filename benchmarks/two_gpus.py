@@ -249,7 +249,7 @@ def run_steps(steps: Sequence[Step], out: Path, number: int, deadline: float) ->
             for step in group:
                 left_s = deadline - time.monotonic()
                 if left_s < step.least_s:
-                    cut = f"not begun: {left_s:.0f} s were left, and it takes {step.least_s:.0f}"
+                    cut = f"not begun: {max(0.0, left_s):.0f} s were left, and it takes {step.least_s:.0f}"
                     yield Done(step, cut=cut, rows=[cut])
                     continue
                 running.append(Running(step, out / f"item-{number}-{step.name}.log", min(step.limit_s, left_s)))
