@@ -32,7 +32,7 @@ AT_IMPORT = {
     ("checkpointers", "triton"),  # torch brings it where there are CUDA devices; the module is imported for those only
     ("conformance", "pytest"),  # tests, which nothing else imports
     ("gradients", "prometheus_client"),  # gradients/shadow/metrics.py, which `lastgood shadow serve` imports
-    ("sparse", "prometheus_client"),  # sparse/telemetry_metrics.py, which `lastgood stellatrain serve` imports
+    ("sparse", "prometheus_client"),  # sparse/control/telemetry_metrics.py, which `lastgood stellatrain serve` imports
     ("wire", "prometheus_client"),  # wire/scrape.py, for both of these
     *(("workloads", package) for package in ("tokenizers", "torchvision", "transformers")),  # a workload's own module
 }

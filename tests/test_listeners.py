@@ -31,8 +31,8 @@ from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.gradients.switch.check import answer_checks, check_link
 from lastgood.gradients.switch.forward import CopySettings
 from lastgood.gradients.switch.relay import Switch, SwitchLink
-from lastgood.sparse.telemetry import ask_view
-from lastgood.sparse.telemetry_server import TelemetryServer
+from lastgood.sparse.control.telemetry import ask_view
+from lastgood.sparse.control.telemetry_server import TelemetryServer
 from lastgood.wire import gate, ring_link
 from lastgood.wire.frames import Wire, prove_trainer
 from lastgood.wire.gate import open_listener

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.errors import ConfigError, WaitTimeout
 from lastgood.ports import free_ports
-from lastgood.sparse.telemetry import ask_view
+from lastgood.sparse.control.telemetry import ask_view
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.support.patience import PATIENCE
 

@@ -12,7 +12,7 @@ from lastgood.cli._output import console, emit_json, emit_table, reporter
 from lastgood.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lastgood.sparse.profile import Profile
+    from lastgood.sparse.control.profile import Profile
 
 __all__ = ["plot_profile", "profile"]
 
@@ -48,7 +48,7 @@ def profile(
     from lastgood.experiments.config.yaml_file import parse_overrides
     from lastgood.experiments.plan.grid import find_root
     from lastgood.experiments.plan.load import load_config
-    from lastgood.sparse.profile import Wanted, begin_profile, write_profile
+    from lastgood.sparse.control.profile import Wanted, begin_profile, write_profile
 
     overrides = parse_overrides(config or [])
     settings = load_config(configfile or find_root() / "config" / "laptop.yaml", overrides)
@@ -76,7 +76,7 @@ def profile(
     report = reporter("profile")
 
     from lastgood._lazy import torch
-    from lastgood.sparse.profiler import profile_on
+    from lastgood.sparse.control.profiler import profile_on
     from lastgood.training.loop import configure_compute
     from lastgood.training.sparse_probe import Probed, probe
 
@@ -133,7 +133,7 @@ def plot_profile(
 ) -> None:
     """Draw a profile's surface, how sure it is, and its probes, as PDF, PNG and SVG."""
     from lastgood.experiments.plots.profile import plot_profile as draw
-    from lastgood.sparse.profile import read_profile
+    from lastgood.sparse.control.profile import read_profile
 
     for picture in draw(read_profile(path), str(path), out_stem):
         console.print(str(picture))

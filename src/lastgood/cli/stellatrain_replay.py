@@ -11,7 +11,7 @@ from lastgood.cli._output import emit_json, emit_table
 from lastgood.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lastgood.sparse.replay import Outcome
+    from lastgood.sparse.control.replay import Outcome
 
 __all__ = ["replay"]
 
@@ -42,9 +42,9 @@ def replay(
 
     Useful samples are samples less what the loss's lag makes a training repeat. Nothing is measured here.
     """
-    from lastgood.sparse.controller import ControllerSettings
-    from lastgood.sparse.replay import ASSUMED_SURFACE, Plant, read_surface, read_trace
-    from lastgood.sparse.replay import replay as run
+    from lastgood.sparse.control.controller import ControllerSettings
+    from lastgood.sparse.control.replay import ASSUMED_SURFACE, Plant, read_surface, read_trace
+    from lastgood.sparse.control.replay import replay as run
 
     if not 0 <= noise <= 0.5:
         raise ConfigError(f"--noise {noise}: 0 to 0.5")

@@ -17,7 +17,7 @@ from lastgood.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lastgood.sparse.telemetry_server import Choosing
+    from lastgood.sparse.control.telemetry_server import Choosing
 
 __all__ = ["choosing", "serve", "status"]
 
@@ -40,10 +40,10 @@ def choosing(
     most_samples: int | None, least_compression: float, surface: Path | None, lambda_: float, g_scale: float
 ) -> Choosing:
     """How a controller chooses, by these options. Raises ConfigError."""
-    from lastgood.sparse.controller import ControllerSettings
-    from lastgood.sparse.objective import NoSurface
-    from lastgood.sparse.replay import read_surface
-    from lastgood.sparse.telemetry_server import Choosing
+    from lastgood.sparse.control.controller import ControllerSettings
+    from lastgood.sparse.control.objective import NoSurface
+    from lastgood.sparse.control.replay import read_surface
+    from lastgood.sparse.control.telemetry_server import Choosing
 
     options: dict[str, Any] = {"least_compression": least_compression, "lambda_": lambda_, "g_scale": g_scale}
     if most_samples is not None:
@@ -77,8 +77,8 @@ def serve(
     """
     from threading import Timer
 
-    from lastgood.sparse.telemetry_metrics import TelemetryNumbers
-    from lastgood.sparse.telemetry_server import TelemetryServer
+    from lastgood.sparse.control.telemetry_metrics import TelemetryNumbers
+    from lastgood.sparse.control.telemetry_server import TelemetryServer
     from lastgood.tokens import read_token
     from lastgood.wire.ring_link import listen_ring
     from lastgood.wire.scrape import ScrapeServer
@@ -123,7 +123,7 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
-    from lastgood.sparse.telemetry import ask_view
+    from lastgood.sparse.control.telemetry import ask_view
     from lastgood.tokens import read_token
 
     token = read_token(token_file)

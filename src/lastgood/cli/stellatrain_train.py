@@ -83,9 +83,9 @@ def train(
     from lastgood.checkpointers.base import Checkpointer
     from lastgood.checkpointers.baselines.none import NoCheckpointing
     from lastgood.checkpointers.registry import checkpointer_class
-    from lastgood.sparse.own_controller import own_controller
+    from lastgood.sparse.control.own_controller import own_controller
+    from lastgood.sparse.control.telemetry_server import Choosing
     from lastgood.sparse.ranks import ranks_of_torch
-    from lastgood.sparse.telemetry_server import Choosing
     from lastgood.training.loop import configure_compute
     from lastgood.training.sparse import noise_like, train_sparse
 
@@ -154,7 +154,7 @@ def _telemetry(controller: str | None, token_file: Path | None, surface: Path | 
     if token_file is None:
         raise ConfigError(f"--controller {controller} needs the token that its server has: --token-file FILE")
 
-    from lastgood.sparse.telemetry import TelemetryClient
+    from lastgood.sparse.control.telemetry import TelemetryClient
     from lastgood.tokens import read_token
 
     return TelemetryClient(controller, read_token(token_file))

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Literal
 from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, StateError
 from lastgood.sparse.compressors import ValueType
+from lastgood.sparse.control.following import Follower
+from lastgood.sparse.control.telemetry import Telemetry
 from lastgood.sparse.engine_options import check_options, least_of
 from lastgood.sparse.engine_state import FORMAT, check_engine, pack, spread, unpack
-from lastgood.sparse.following import Follower
 from lastgood.sparse.host_copies import HostCopies
 from lastgood.sparse.layers import digest_of, find_layers, refuse_other_gradients
 from lastgood.sparse.optimizer import Mode, SparseOptimizer
@@ -27,7 +28,6 @@ from lastgood.sparse.pipeline import Pipeline
 from lastgood.sparse.ranks import Ranks, ranks_of_torch
 from lastgood.sparse.schedule import Schedule, Task
 from lastgood.sparse.split import split
-from lastgood.sparse.telemetry import Telemetry
 from lastgood.state import Checked, NewWorld
 from lastgood.state.steppers import note_stepper
 
@@ -171,7 +171,7 @@ class Engine(Checked):
         Parts differ by one sample at most, and a batch of fewer samples has fewer parts. With `telemetry`, batches
         have the size that the controller gives this rank (what is left of one comes first in the next), and a sample
         counts as much as one of any other rank: call it on all of them. `data` should not end on some ranks only;
-        data with a method `take_share`, as `lastgood.sparse.following.Shares` has it, is shared out by the sizes.
+        data with a method `take_share` (`lastgood.sparse.control.following.Shares`) is shared out by the sizes.
         """
         follower = self._follower
         sized = ((one, 1.0) for one in data) if follower is None else follower.sized(data, self._schedule)

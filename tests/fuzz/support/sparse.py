@@ -146,8 +146,8 @@ _SETTING = {"number": 3, "from_iteration": 8, "samples": [3, 5], "compression": 
     change=tree_or_bits,
 )
 def _telemetry(thing: Any, folder: Path) -> Prepared:
-    from lastgood.sparse.controller import Controller, ControllerSettings, InForce
-    from lastgood.sparse.telemetry import Join, read_join, read_setting, read_told
+    from lastgood.sparse.control.controller import Controller, ControllerSettings, InForce
+    from lastgood.sparse.control.telemetry import Join, read_join, read_setting, read_told
     from tests.fuzz.support.messages import framed, parsed
 
     def read() -> None:
@@ -202,7 +202,7 @@ _PROFILE = {
 
 @decoder("profile of a sparse training", lambda: [_PROFILE], change=tree_or_bits, share=0.5)
 def _profile(thing: Any, folder: Path) -> Prepared:
-    from lastgood.sparse.replay import read_surface
+    from lastgood.sparse.control.replay import read_surface
 
     content = text_of(thing)
     path = folder / "profile.json"

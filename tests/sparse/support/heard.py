@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastgood.sparse.controller import Setting
+from lastgood.sparse.control.controller import Setting
 
 
 class Heard:

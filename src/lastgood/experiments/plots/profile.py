@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from lastgood.errors import ConfigError
 from lastgood.experiments.plots.canvas import HALO, INK, LABEL_PT, plot_style, save_figure
 from lastgood.experiments.plots.style import WIDTHS_IN
-from lastgood.sparse.profile import Profile, Surface
+from lastgood.sparse.control.profile import Profile, Surface
 
 __all__ = ["draw_profile", "plot_profile"]
 

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from lastgood.cli import app
 from lastgood.errors import ConfigError
 from lastgood.experiments.plots.profile import plot_profile
-from lastgood.sparse import profiler
-from lastgood.sparse.objective import Problem, Worker
-from lastgood.sparse.profile import Profile, Wanted, begin_profile, read_profile, write_profile
-from lastgood.sparse.profiler import LagModel, expected_improvement, next_point, profile_on
-from lastgood.sparse.replay import read_surface
+from lastgood.sparse.control import profiler
+from lastgood.sparse.control.objective import Problem, Worker
+from lastgood.sparse.control.profile import Profile, Wanted, begin_profile, read_profile, write_profile
+from lastgood.sparse.control.profiler import LagModel, expected_improvement, next_point, profile_on
+from lastgood.sparse.control.replay import read_surface
 from lastgood.training.sparse_probe import probe
 from lastgood.workloads.base import BatchStream, Workload
 from lastgood.workloads.data.prepare import prepare_dataset

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lastgood.sparse.telemetry_server import TelemetryServer
+from lastgood.sparse.control.telemetry_server import TelemetryServer
 
 __all__ = ["TelemetryNumbers"]
 

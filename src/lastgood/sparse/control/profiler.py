@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lastgood.errors import ConfigError
-from lastgood.sparse.objective import Problem, Worker, fit_times
-from lastgood.sparse.profile import Baseline, Probe, Profile, Surface, Wanted
+from lastgood.sparse.control.objective import Problem, Worker, fit_times
+from lastgood.sparse.control.profile import Baseline, Probe, Profile, Surface, Wanted
 
 __all__ = ["LagModel", "expected_improvement", "next_point", "profile_on", "surface_of"]
 

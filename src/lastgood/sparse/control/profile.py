@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from lastgood.errors import ConfigError
 from lastgood.files import write_result
 from lastgood.models import FrozenModel
-from lastgood.sparse.objective import GridSurface
+from lastgood.sparse.control.objective import GridSurface
 from lastgood.text import parse_model, read_bytes
 
 __all__ = ["Baseline", "Probe", "Profile", "Surface", "Wanted", "begin_profile", "read_profile", "write_profile"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.sparse.controller import Controller, ControllerSettings, InForce, Report, Setting
+from lastgood.sparse.control.controller import Controller, ControllerSettings, InForce, Report, Setting
 
 FEW = settings(max_examples=10, deadline=None)
 GIB = 1 << 30

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from lastgood.errors import ConfigError, CorruptCheckpoint, LastgoodError, MismatchError
 from lastgood.models import FrozenModel
-from lastgood.sparse.controller import MAX_WORKERS, Report, Setting
+from lastgood.sparse.control.controller import MAX_WORKERS, Report, Setting
 from lastgood.text import parse_model
 from lastgood.wire.frames import MAX_MESSAGE_BYTES, Wire, keep_alive, prove_trainer, reach
 from lastgood.wire.gate import close_in_forks

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from lastgood.errors import ConfigError
 from lastgood.models import FrozenModel
-from lastgood.sparse.objective import (
+from lastgood.sparse.control.objective import (
     MOST_COMPRESSION,
     Choice,
     LossSurface,

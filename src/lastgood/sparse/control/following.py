@@ -20,12 +20,12 @@ import psutil
 
 from lastgood._lazy import torch
 from lastgood.errors import CorruptCheckpoint, MismatchError
-from lastgood.sparse.controller import InForce, Setting
-from lastgood.sparse.objective import MOST_COMPRESSION, batch_weights
-from lastgood.sparse.portions import Portions
+from lastgood.sparse.control.controller import InForce, Setting
+from lastgood.sparse.control.objective import MOST_COMPRESSION, batch_weights
+from lastgood.sparse.control.portions import Portions
+from lastgood.sparse.control.telemetry import TELEMETRY_VERSION, Join, Measured, Telemetry
 from lastgood.sparse.split import samples_of
 from lastgood.sparse.tasks import results
-from lastgood.sparse.telemetry import TELEMETRY_VERSION, Join, Measured, Telemetry
 from lastgood.text import parse_json
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import ConfigError
-from lastgood.sparse.objective import (
+from lastgood.sparse.control.objective import (
     Choice,
     GridSurface,
     Problem,

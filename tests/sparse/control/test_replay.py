@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import ConfigError
-from lastgood.sparse.controller import ControllerSettings
-from lastgood.sparse.replay import ASSUMED_SURFACE, Plant, Trace, read_surface, read_trace, replay
+from lastgood.sparse.control.controller import ControllerSettings
+from lastgood.sparse.control.replay import ASSUMED_SURFACE, Plant, Trace, read_surface, read_trace, replay
 
 VALUES = {"elements": 11_181_642, "samples": 64, "starts": 4}
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lastgood.errors import ConfigError, LastgoodError, MismatchError
-from lastgood.sparse.controller import MAX_WORKERS, Controller, ControllerSettings, Setting
-from lastgood.sparse.objective import LossSurface, NoSurface
-from lastgood.sparse.telemetry import TELEMETRY_GREETING, Join, Measured, read_join, read_told
+from lastgood.sparse.control.controller import MAX_WORKERS, Controller, ControllerSettings, Setting
+from lastgood.sparse.control.objective import LossSurface, NoSurface
+from lastgood.sparse.control.telemetry import TELEMETRY_GREETING, Join, Measured, read_join, read_told
 from lastgood.wire.frames import Wire, keep_alive, peer_handshake
 from lastgood.wire.gate import Gate, Guest
 

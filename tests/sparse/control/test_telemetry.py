@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import CheckpointError, ConfigError, HostError, MismatchError
-from lastgood.sparse import telemetry_server
-from lastgood.sparse.engine import Engine
-from lastgood.sparse.telemetry import (
+from lastgood.sparse.control import telemetry_server
+from lastgood.sparse.control.telemetry import (
     MOST_TOLD,
     TELEMETRY_GREETING,
     TELEMETRY_VERSION,
@@ -31,8 +30,9 @@ from lastgood.sparse.telemetry import (
     TelemetryClient,
     ask_view,
 )
-from lastgood.sparse.telemetry_metrics import TelemetryNumbers
-from lastgood.sparse.telemetry_server import Chooser, Choosing, TelemetryServer
+from lastgood.sparse.control.telemetry_metrics import TelemetryNumbers
+from lastgood.sparse.control.telemetry_server import Chooser, Choosing, TelemetryServer
+from lastgood.sparse.engine import Engine
 from lastgood.wire.frames import Wire, peer_handshake, prove_trainer
 from lastgood.wire.gate import Gate, open_listener
 from lastgood.wire.scrape import ScrapeServer

@@ -19,9 +19,9 @@ from pydantic import Field
 
 from lastgood.errors import ConfigError
 from lastgood.models import FrozenModel
-from lastgood.sparse.controller import MAX_WORKERS, Controller, ControllerSettings, InForce, Report, Setting
-from lastgood.sparse.objective import GridSurface, LossSurface, Problem, Worker, apportion, level
-from lastgood.sparse.profile import read_profile
+from lastgood.sparse.control.controller import MAX_WORKERS, Controller, ControllerSettings, InForce, Report, Setting
+from lastgood.sparse.control.objective import GridSurface, LossSurface, Problem, Worker, apportion, level
+from lastgood.sparse.control.profile import read_profile
 from lastgood.text import parse_csv, parse_json, parse_model, parse_number, read_bytes
 
 __all__ = ["ASSUMED_SURFACE", "FIXED_COMPRESSIONS", "Outcome", "Plant", "Trace", "read_surface", "read_trace", "replay"]

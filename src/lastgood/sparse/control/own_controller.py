@@ -8,9 +8,9 @@ import os
 import socket
 
 from lastgood.errors import CorruptCheckpoint, HostError
+from lastgood.sparse.control.telemetry import TelemetryClient
+from lastgood.sparse.control.telemetry_server import Choosing, TelemetryServer
 from lastgood.sparse.ranks import Ranks
-from lastgood.sparse.telemetry import TelemetryClient
-from lastgood.sparse.telemetry_server import Choosing, TelemetryServer
 from lastgood.text import parse_json
 from lastgood.tokens import new_token
 from lastgood.wire.gate import LOOPBACK

@@ -15,9 +15,9 @@ from torch import nn
 
 from lastgood import PCcheck
 from lastgood.errors import ConfigError, MismatchError
+from lastgood.sparse.control.following import AGREE_EVERY, energy_kept
+from lastgood.sparse.control.portions import Portions, join_batches
 from lastgood.sparse.engine import Engine
-from lastgood.sparse.following import AGREE_EVERY, energy_kept
-from lastgood.sparse.portions import Portions, join_batches
 from lastgood.training.parallel import RankStream, SampleStream
 from lastgood.workloads.base import BatchStream
 from tests.sparse.support.heard import Heard, setting
