@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lastgood.errors import ConfigError, LastgoodError
 from lastgood.experiments.config.yaml_file import parse_overrides
-from lastgood.experiments.figures.workflow_plan import plan_figure
+from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow
 from lastgood.experiments.multirank.results import merge_ranks
 from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.canvas import read_tidy
@@ -108,9 +108,17 @@ def test_every_scale_plans_the_figure(scale: str) -> None:
 )
 def test_what_cannot_be_measured_is_refused(override: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        configure(override)
+        configure(override, "pairs={rounds: 0}")
     for word in words:
         assert word in str(error.value)
+
+
+def test_runs_in_pairs_are_shared_with_no_figure_so_their_links_may_differ() -> None:
+    config = configure("checkmate={rate: 1gbit, iterations: 20, options: {opt: {layers: 4}}}")
+    plan = plan_workflow(config)
+    assert not set(plan.records["fig8e", "opt"]) & set(plan.records["checkmate", "opt"])
+    assert all(spec.pairs is None for spec in runs_of(config))
+    assert all(plan.specs[record].pairs is not None for record in plan.records["fig8e", "opt"])
 
 
 # -- columns and bound -------------------------------------------------------------------------------------------------

@@ -40,9 +40,9 @@ def burner():
 
 
 def test_a_child_of_the_run_is_the_run(tmp_path, burner):
-    before = look(os.getpid(), tmp_path)
+    before = look({os.getpid()}, tmp_path)
     burner()
-    after = look(os.getpid(), tmp_path)
+    after = look({os.getpid()}, tmp_path)
     assert after.own_cpu_s - before.own_cpu_s >= BURNT_S - 0.1
     assert after.busy_s - before.busy_s >= BURNT_S - 0.1
 
@@ -52,9 +52,9 @@ def test_cpu_time_of_others_is_found(tmp_path, burner):
     idle = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     idle.start()
     try:
-        before = look(idle.pid, tmp_path)
+        before = look({idle.pid}, tmp_path)
         burner()
-        after = look(idle.pid, tmp_path)
+        after = look({idle.pid}, tmp_path)
     finally:
         idle.kill()
         idle.join()
@@ -65,11 +65,11 @@ def test_cpu_time_of_others_is_found(tmp_path, burner):
 
 
 def test_what_this_process_writes_is_its_own(tmp_path):
-    before = look(os.getpid(), tmp_path)
+    before = look({os.getpid()}, tmp_path)
     with (tmp_path / "file").open("wb") as file:
         file.write(os.urandom(16 << 20))
         os.fsync(file.fileno())
-    after = look(os.getpid(), tmp_path)
+    after = look({os.getpid()}, tmp_path)
     if before.disk_bytes is None:
         pytest.skip("this folder lies on no block device")
     assert after.own_disk_bytes - before.own_disk_bytes >= 16 << 20

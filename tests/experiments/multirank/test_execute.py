@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 from lastgood.cluster.hostfile import parse_hostfile
 from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.errors import LaunchError
+from lastgood.experiments.formulas.pairs import estimate_pairs
 from lastgood.experiments.machine.facts import boot_id
 from lastgood.experiments.multirank.order import RankOrder
 from lastgood.experiments.records.run import RunRecord
@@ -68,6 +70,27 @@ def test_two_ranks_give_one_proved_record(job):
     assert record.ranks.bytes_per_disk == 2 * record.workload.state_bytes
     assert record.counts.durable == 2 and len(record.clocks.persist_s) == 2
     assert record.clocks.elapsed_s == max(one.elapsed_s for one in record.ranks.ranks)
+
+
+def test_two_ranks_measure_pairs_of_blocks_together(job):
+    plan = {"rounds": 2, "half_width": 0.9, "budget_s": 1.0}
+    code, output = job.finish(spec_of(proof=False, pairs=plan))
+    assert code == 0, output
+    record = RunRecord.load(job.out)
+    blocks = record.pairs.blocks
+    rounds = blocks[-1].round + 1
+    kinds = [list(dict.fromkeys(block.kind for block in blocks if block.round == number)) for number in range(rounds)]
+    assert rounds >= 2 and all(set(one) == {"with", "without"} for one in kinds) and kinds[0] == kinds[1][::-1]
+    assert all(later.began_s >= one.began_s + one.elapsed_s for one, later in pairwise(blocks))
+    # Every rank trained every block; a block of 4 steps at interval 2 has two checkpoints, and all are durable.
+    saving = [block for block in blocks if block.kind == "with"]
+    assert len(record.workload.losses) == sum(block.steps for block in blocks)
+    assert record.clocks.measured_steps == sum(block.steps for block in saving) == 4 * len(saving)
+    assert record.counts.started == record.counts.durable == 2 * len(saving)
+    assert all(one.counts == record.counts for one in record.ranks.ranks)
+    assert len(record.pairs.write_bursts_bytes_per_s) == rounds
+    assert estimate_pairs(blocks).ratio < 3
+    assert job.left() == []
 
 
 @pytest.mark.slow  # every day test_kills has the arithmetic, and goodput a training that is killed and goes on

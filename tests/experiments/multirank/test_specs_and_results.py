@@ -88,6 +88,7 @@ def test_a_figure_over_nodes_is_none_and_every_system_at_every_interval() -> Non
     for spec in specs:
         assert isinstance(spec, RunSpec)
         assert (spec.ranks, spec.nodes, spec.parallel, spec.threads, spec.workload) == (4, 2, "ddp", 1, "opt")
+        assert spec.pairs == config.pairs.plan()
         assert spec.measured_steps >= max(4, 2 * spec.interval_steps)
         RunSpec.model_validate_json(spec.canonical_json())
 
@@ -107,6 +108,12 @@ def test_what_ranks_hold_alike_is_written_once_where_all_can_read_it(override: s
         assert isinstance(spec, RunSpec)
         expected = replicated if spec.system == "pccheck" else None
         assert spec.system_options.get("replicated") == expected
+
+
+def test_without_pairs_runs_over_nodes_are_what_they_were() -> None:
+    for spec in plan_figure(configure("pairs={rounds: 0}", "fig8e={iterations: 40}"), "fig8e"):
+        assert isinstance(spec, RunSpec) and spec.pairs is None and spec.measured_steps == 40
+        assert '"pairs"' not in spec.canonical_json()
 
 
 def test_paper_scale_has_the_published_sizes() -> None:

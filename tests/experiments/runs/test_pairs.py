@@ -8,10 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from lastgood.experiments.formulas.pairs import estimate_pairs
-from lastgood.experiments.machine.disturbance import Look
 from lastgood.experiments.records.blocks import PairPlan
 from lastgood.experiments.records.run import RunRecord
-from lastgood.experiments.runs.pairs import _wait_until_calm, block_orders, rounds_are_enough
+from lastgood.experiments.runs.pairs import block_orders, rounds_are_enough
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.support.paired_records import make_blocks
 from tests.experiments.support.run_specs import spec_of
@@ -51,21 +50,13 @@ def test_when_a_run_has_enough_rounds(ratios, disturbed, spent_s, expected):
     assert rounds_are_enough(PLAN, blocks, spent_s) == expected
 
 
-@pytest.mark.parametrize(("busy_looks", "until_s", "looks"), [(0, 60, 2), (3, 60, 5), (1000, 0.5, 6)])
-def test_a_disturbed_block_waits_for_a_pause_before_its_repetition(monkeypatch, tmp_path, busy_looks, until_s, looks):
-    """Others take half a core at so many looks, each 0.1 s after the one before."""
-    seen = []
+def test_a_system_without_blocks_without_checkpoints_has_enough_by_their_own_spread():
+    def blocks(ratios):
+        return [block for block in make_blocks(ratios) if block.kind == "with"]
 
-    def look(run, scratch):
-        number = len(seen)
-        seen.append(number)
-        busy_s = 0.05 * min(number, busy_looks)
-        return Look(number / 10, busy_s, 0.0, 0.0, None, None, 0, None, None)
-
-    monkeypatch.setattr("lastgood.experiments.runs.pairs.look", look)
-    monkeypatch.setattr("lastgood.experiments.runs.pairs.time.sleep", lambda seconds: None)
-    assert _wait_until_calm(1, tmp_path, until_s) == (busy_looks < 1000)
-    assert len(seen) == looks
+    assert rounds_are_enough(PLAN, blocks([0.9, 0.9, 0.91]), 10) == "interval"
+    assert rounds_are_enough(PLAN, blocks([0.9, 0.5, 0.7]), 10) is None
+    assert rounds_are_enough(PLAN, blocks([0.9, 0.5, 0.7]), 60) == "budget"
 
 
 def test_a_run_without_checkpoints_has_enough_blocks():
@@ -79,7 +70,7 @@ def test_a_run_without_checkpoints_has_enough_blocks():
     [
         {"pairs": {"rounds": 1}},
         {"pairs": {}, "drain_each": True},
-        {"pairs": {}, "ranks": 2, "parallel": "ddp"},
+        {"pairs": {}, "ranks": 2, "parallel": "ddp", "interval": 3},
         {"pairs": {}, "interval": 3},
     ],
 )

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastgood.errors import LastgoodError
+from lastgood.experiments.records.run import RanksRun
 from lastgood.experiments.tables.columns import TIDY_COLUMNS
 from lastgood.experiments.tables.runs import collect
 from tests.experiments.support.paired_records import make_paired
@@ -44,6 +45,31 @@ def test_a_disk_that_was_seen_faster_raises_the_bound():
     assert found == [1e8, 2e8, 4e8]
     assert by_ceilings.bound_iterations_per_s == pytest.approx(1.0)
     assert by_system.bound_iterations_per_s == pytest.approx(4.0)
+
+
+def test_the_disk_of_several_ranks_takes_what_all_of_them_put_on_it():
+    ranks = {"launcher": "local", "hosts": ["a"], "link_bits_per_s": None, "bytes_per_link": 0, "ranks": []}
+    of_two = RanksRun(bytes_per_disk=200_000_000, **ranks)
+    own = make_paired("pccheck", 1, state_bytes=100_000_000, persist_s=[2.0, 0.5])
+    record = own.model_copy(update={"ranks": of_two})
+    (row,) = rows(record)
+    assert row.persist_ceiling_bytes_per_s == 4e8
+
+
+def test_a_system_that_takes_gradients_is_compared_with_the_panel_s_training():
+    """It has no blocks without checkpoints; what older records of it call so sent gradients as well."""
+    none = make_paired("none", ratios=[1] * 3, none_step_s=0.1)
+    of_old = make_paired("checkmate", 1, [1.0, 1.01, 1.0], none_step_s=0.2)
+    blocks = [block for block in of_old.pairs.blocks if block.kind == "with"]
+    for pairs in (of_old.pairs, of_old.pairs.model_copy(update={"blocks": blocks})):
+        record = of_old.model_copy(update={"pairs": pairs})
+        row = next(row for row in rows(none, record) if row.system == "checkmate")
+        assert row.ratio_to_none == pytest.approx(0.5, rel=0.02) and row.rounds == 3
+        assert row.iterations_per_s == pytest.approx(5.0, rel=0.02)
+        assert row.ratio_low <= row.ratio_to_none <= row.ratio_high < 0.6
+        # Alone it has nothing to be compared with.
+        (alone,) = rows(record)
+        assert alone.ratio_to_none is None and alone.bound_iterations_per_s is None
 
 
 def test_what_is_above_its_bound_says_why():

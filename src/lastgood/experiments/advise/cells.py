@@ -212,7 +212,7 @@ def _from_records(folder: Path) -> Iterator[_Run]:
         if spec.drain_each or spec.ranks > 1:
             continue  # training waited for each checkpoint, or the state lies on several ranks: another question
         shared = (spec.scale, spec.workload, spec.workload_options, spec.threads, record.workload.data_name)
-        found = None if record.pairs is None else estimate_pairs(record.pairs.blocks)
+        found = estimate_pairs(record.blocks)
         yield _Run(
             source=str(path),
             machine=spec.machine,

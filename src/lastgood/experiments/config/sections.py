@@ -100,7 +100,7 @@ _Model = Annotated[ModelName, Field(description="one of the models")]
 
 
 class PairsSection(FrozenModel):
-    """Whether runs of one process measure blocks with checkpoints and without in turn, and for how long."""
+    """Whether runs measure blocks with checkpoints and without in turn, and for how long."""
 
     rounds: Annotated[CountOrZero, AfterValidator(_not_one)] = Field(
         default=0, description="pairs of blocks at least, from 2; 0: one stretch of steps each"

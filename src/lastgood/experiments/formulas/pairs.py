@@ -91,30 +91,39 @@ def pair_ratios(blocks: Sequence[Block]) -> list[float]:
     return [partner(block).step_s / block.step_s for block in blocks if block.kind == "with" and without]
 
 
-def estimate_pairs(blocks: Sequence[Block]) -> PairEstimate | None:
+def estimate_pairs(blocks: Sequence[Block], *, none_step_s: float | None = None) -> PairEstimate | None:
     """The estimate from all blocks; None if there is none of a kind.
+
+    Blocks with checkpoints only, of a system that cannot pause, are compared with steps of `none_step_s` seconds, if it
+    is given: what other trainings without checkpoints took.
 
     Disturbed blocks are left out as long as two with checkpoints are left. Otherwise nothing is known: a disturbance
     that fell on blocks of one kind cannot be told apart from what checkpoints cost, so the interval is made very wide.
     """
     calm = [block for block in blocks if not block.disturbed]
-    ratios = pair_ratios(calm)
+    alone_s = none_step_s if all(block.kind == "with" for block in blocks) else None
+    ratios = _ratios(calm, alone_s)
     all_disturbed = len(ratios) < 2
     if all_disturbed:
-        calm, ratios = list(blocks), pair_ratios(blocks)
+        calm, ratios = list(blocks), _ratios(blocks, alone_s)
     if not ratios:
         return None
     disturbed = len([block for block in blocks if block.kind == "with"]) - (0 if all_disturbed else len(ratios))
     low, high = _unknown(ratios) if all_disturbed else _interval(ratios)
+    without_s = alone_s or statistics.median(block.step_s for block in calm if block.kind == "without")
     return PairEstimate(
         ratio=statistics.median(ratios),
         low=low,
         high=high,
-        none_iterations_per_s=statistics.median(1 / block.step_s for block in calm if block.kind == "without"),
+        none_iterations_per_s=1 / without_s,
         rounds=len(ratios),
         disturbed_rounds=disturbed,
         all_disturbed=all_disturbed,
     )
+
+
+def _ratios(blocks: Sequence[Block], alone_s: float | None) -> list[float]:
+    return pair_ratios(blocks) if alone_s is None else [alone_s / block.step_s for block in blocks]
 
 
 def _unknown(ratios: Sequence[float]) -> tuple[float, float]:

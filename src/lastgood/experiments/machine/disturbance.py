@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from lastgood.experiments.machine.facts import usable_cores
 from lastgood.experiments.records.blocks import Disturbance
 from lastgood.mounts import nearest_folder
 
-__all__ = ["Look", "disturbance_between", "disturbed_by", "look"]
+__all__ = ["Look", "disturbance_between", "disturbed_by", "look", "processes_naming"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SECTOR_BYTES = 512
@@ -48,15 +48,18 @@ class Look:
     throttled: int | None
     device: tuple[int, float] | None
     """Other processes on the CUDA devices, and the highest of their clocks in hertz: idle devices slow down."""
+    cpu_hz: float | None = None
+    """Mean clock frequency of the cores."""
 
 
-def look(root_pid: int, scratch: Path, *, device: bool = False) -> Look:
-    """Look at the machine. `root_pid` and all its descendants are this run; `scratch` lies on the disk to watch.
+def look(roots: Collection[int], scratch: Path, *, device: bool = False) -> Look:
+    """Look at the machine. `roots` and all their descendants are this run; `scratch` lies on the disk to watch.
 
     With `device`, CUDA devices are asked as well, which takes about 50 ms.
     """
     busy_s, steal_s = _cpu()
-    own_cpu_s, own_disk_bytes = _own(root_pid)
+    own, own_cpu_s = _own(roots)
+    own_disk_bytes = sum(_moved_bytes(pid) for pid in own)
     return Look(
         at_s=time.perf_counter(),
         busy_s=busy_s,
@@ -66,12 +69,26 @@ def look(root_pid: int, scratch: Path, *, device: bool = False) -> Look:
         disk_bytes=_disk_bytes(scratch),
         own_disk_bytes=own_disk_bytes,
         throttled=_throttled(),
-        device=_devices() if device else None,
+        device=_devices(own) if device else None,
+        cpu_hz=_frequency_hz(),
     )
 
 
+def processes_naming(text: str) -> frozenset[int]:
+    """Processes that have `text` on their command line, as far as this process sees any."""
+    wanted = os.fsencode(text)
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if wanted in path.read_bytes():
+                found.add(int(path.parent.name))
+        except OSError:
+            continue  # it has ended
+    return frozenset(found)
+
+
 def disturbance_between(before: Look, after: Look) -> Disturbance:
-    """What others did between two looks. Pure, but for the clock frequency, which is that of now."""
+    """What others did between two looks. Pure."""
     disk = None
     if before.disk_bytes is not None and after.disk_bytes is not None:
         own = after.own_disk_bytes - before.own_disk_bytes
@@ -87,20 +104,22 @@ def disturbance_between(before: Look, after: Look) -> Disturbance:
         steal_s=after.steal_s - before.steal_s,
         pressure_s=pressure,
         others_disk_bytes=disk,
-        cpu_hz=_frequency_hz(),
+        cpu_hz=after.cpu_hz,
         throttled=throttled,
         device_others=after.device[0] if after.device else None,
         device_clock_hz=after.device[1] if after.device else None,
     )
 
 
-def disturbed_by(found: Disturbance, elapsed_s: float, disk_bytes_per_s: float | None) -> str | None:
+def disturbed_by(
+    found: Disturbance, elapsed_s: float, disk_bytes_per_s: float | None, cores: int | None = None
+) -> str | None:
     """What makes a block of `elapsed_s` seconds worth less than an undisturbed one, in words; None if nothing does.
 
-    `disk_bytes_per_s` is what the disk takes at best. Pressure and clocks decide nothing: a run that waits for its own
-    disk, or for its own threads, raises them as well.
+    `disk_bytes_per_s` is what the disk takes at best, `cores` how many the machine has (None: this one). Pressure and
+    clocks decide nothing: a run that waits for its own disk, or for its own threads, raises them as well.
     """
-    room_s = _MOST_SHARE * usable_cores() * elapsed_s + 2 / _TICKS_PER_S
+    room_s = _MOST_SHARE * (cores or usable_cores()) * elapsed_s + 2 / _TICKS_PER_S
     if found.others_cpu_s > room_s:
         return f"other processes took {found.others_cpu_s:.2f} s of CPU time"
     if found.steal_s > room_s:
@@ -124,8 +143,8 @@ def _cpu() -> tuple[float, float]:
     return (user + nice + system) / _TICKS_PER_S, steal / _TICKS_PER_S
 
 
-def _own(root_pid: int) -> tuple[float, int]:
-    """CPU seconds of a process tree and of kernel threads, and the bytes that the tree moved to and from disks.
+def _own(roots: Collection[int]) -> tuple[set[int], float]:
+    """The processes of some trees, and the CPU seconds of them and of kernel threads.
 
     Of children that have ended and were waited for, their parents have the sum.
     """
@@ -143,16 +162,15 @@ def _own(root_pid: int) -> tuple[float, int]:
             kernel_ticks += int(fields[11]) + int(fields[12])
         else:
             ticks[pid] = sum(int(field) for field in fields[11:15])
-    tree = _descendants(root_pid, parents)
-    moved = sum(_moved_bytes(pid) for pid in tree)
-    return (kernel_ticks + sum(ticks.get(pid, 0) for pid in tree)) / _TICKS_PER_S, moved
+    own = _descendants(roots, parents)
+    return own, (kernel_ticks + sum(ticks.get(pid, 0) for pid in own)) / _TICKS_PER_S
 
 
-def _descendants(root_pid: int, parents: dict[int, int]) -> set[int]:
+def _descendants(roots: Collection[int], parents: dict[int, int]) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
-    found, waiting = {root_pid}, [root_pid]
+    found, waiting = set(roots), list(roots)
     while waiting:
         for child in children.get(waiting.pop(), ()):
             if child not in found:
@@ -214,7 +232,7 @@ def _throttled() -> int | None:
     return sum(counts) if counts else None
 
 
-def _devices() -> tuple[int, float] | None:
+def _devices(own: Collection[int]) -> tuple[int, float] | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -229,5 +247,5 @@ def _devices() -> tuple[int, float] | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     # Of a container's processes nvidia-smi may show numbers of the host, or none.
-    others = [pid for pid in users if Path(f"/proc/{pid}").exists() and pid != os.getpid()]
+    others = [pid for pid in users if Path(f"/proc/{pid}").exists() and pid not in own]
     return (len(others), 1e6 * max(clocks)) if clocks else None

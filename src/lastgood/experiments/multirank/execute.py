@@ -131,6 +131,7 @@ class _Run:
             ),
             shadows=measured[0].shadows,
             failures=merge_kills(moments, incarnations),
+            pairs=measured[0].pairs,
         )
 
     def logs_elsewhere(self) -> Mapping[str, Logs | HostError]:

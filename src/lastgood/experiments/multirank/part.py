@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from lastgood.checkpointers.baselines.none import NoCheckpointing
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, NoCheckpoint
+from lastgood.experiments.machine.disturbance import processes_naming
 from lastgood.experiments.records.kinds import load_function
 from lastgood.experiments.records.spec import Parallel, RunSpec
 from lastgood.experiments.runs.part import Part
@@ -26,6 +28,8 @@ from lastgood.training.parallel import RankStream, shard, wrap_data_parallel
 from lastgood.workloads.base import Workload
 
 __all__ = ["COLLECTIVE_S", "JoinedPart"]
+
+T = TypeVar("T")
 
 COLLECTIVE_S = 900.0
 """A rank that waits for the others for this long fails."""
@@ -85,8 +89,9 @@ checkpointer that follows it."""
 class JoinedPart(Part):
     """Rank `dist.get_rank()` of several. torch.distributed is initialised by `join`."""
 
-    def __init__(self, spec: RunSpec, *, restoring: bool) -> None:
+    def __init__(self, spec: RunSpec, *, restoring: bool, local_rank: int = 0) -> None:
         super().__init__(spec)
+        self._local_rank = local_rank
         self._restoring = restoring
         self._writers = writers_of(spec.system, spec.parallel)
         self._workload: Workload | None = None
@@ -104,7 +109,7 @@ class JoinedPart(Part):
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=COLLECTIVE_S))
         if dist.get_world_size() != spec.ranks:
             raise LastgoodError(f"{dist.get_world_size()} ranks were started for a run of {spec.ranks}")
-        return cls(spec, restoring=restoring)
+        return cls(spec, restoring=restoring, local_rank=local_rank)
 
     def parallelise(self, workload: Workload) -> None:
         """The way of the spec, and this rank's part of the stream, which a pipeline's ranks all have whole.
@@ -146,19 +151,17 @@ class JoinedPart(Part):
         """
         if self._writers != "apart":
             return None
-        newest: list[Any] = [None] * self._spec.ranks
-        dist.all_gather_object(newest, checkpointer.latest())
+        newest = self.gather(checkpointer.latest())
         lacking = [rank for rank, step in enumerate(newest) if step is None]
         if lacking:
             raise NoCheckpoint(f"{self._spec.title()}: ranks {lacking} have no checkpoint, ranks' newest: {newest}")
-        return int(min(newest))
+        return min(step for step in newest if step is not None)
 
     def check(self, state: dict[str, Any]) -> None:
         """If rank 0 writes for all, its state must be all ranks'. Raises LastgoodError, naming another one."""
         if self._writers != "first":
             return
-        digests: list[Any] = [None] * self._spec.ranks
-        dist.all_gather_object(digests, state_digest(state))
+        digests = self.gather(state_digest(state))
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise LastgoodError(
@@ -191,3 +194,19 @@ class JoinedPart(Part):
     def barrier(self) -> None:
         """Wait for all ranks, at most `COLLECTIVE_S`."""
         dist.all_reduce(torch.zeros(1))
+
+    def follow(self, decided: T) -> T:
+        """What rank 0 decided. Waits for it, at most `COLLECTIVE_S`."""
+        found: list[Any] = [decided]
+        dist.broadcast_object_list(found, 0)
+        return cast("T", found[0])
+
+    def gather(self, value: T) -> list[T]:
+        """Each rank's value. Waits for all, at most `COLLECTIVE_S`."""
+        found: list[Any] = [None] * self._spec.ranks
+        dist.all_gather_object(found, value)
+        return found
+
+    def processes_to_watch(self, folder: Path) -> frozenset[int] | None:
+        """The first rank of each host looks. Launchers, ranks and services have the run's folder on their lines."""
+        return processes_naming(folder.name) | {os.getpid()} if self._local_rank == 0 else None

@@ -85,14 +85,19 @@ def _do(order: RankOrder) -> MeasuredRank | AfterKill | RestoredRank:
     measured = train_and_measure(
         spec, checkpoints, data_dir, False, _say, part, _after_measurement(order, part, own) if spec.kills else None
     )
-    return MeasuredRank(**own, **measured.facts(), live=measured.proof)
+    return _measured(measured, part, own)
+
+
+def _measured(measured: Measurement, part: JoinedPart, own: dict[str, Any]) -> MeasuredRank:
+    pairs = measured.pairs if part.rank == 0 else None
+    return MeasuredRank(**own, **measured.facts(), pairs=pairs, live=measured.proof)
 
 
 def _after_measurement(order: RankOrder, part: JoinedPart, own: dict[str, Any]) -> AfterMeasurement:
     """Leaves the measurement as the result, and trains until the kill."""
 
     def after_measurement(loop: TrainingLoop, measurement: Measurement) -> NoReturn:
-        _leave(order, MeasuredRank(**own, **measurement.facts(), live=measurement.proof))
+        _leave(order, _measured(measurement, part, own))
         clocks = measurement.clocks
         _await_kill(order, part, loop, clocks.elapsed_s / clocks.measured_steps)
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from pydantic import Field
 
 from lastgood.errors import LastgoodError
+from lastgood.experiments.records.blocks import Pairs
 from lastgood.experiments.records.run import (
     Clocks,
     Counts,
@@ -67,6 +68,8 @@ class MeasuredRank(_Result):
     notes: list[str]
     shadows: list[ShadowFacts] = Field(default_factory=list)
     """Rank 0's view of them; the others have none."""
+    pairs: Pairs | None = None
+    """Rank 0's, whose blocks are those of all ranks."""
     live: LiveProof | None
 
     def checkpoint_bytes(self, writers: Writers) -> int:

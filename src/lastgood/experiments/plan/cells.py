@@ -181,7 +181,7 @@ def plan_nodes(config: Config, section: NodesSection, figure: str) -> list[RunSp
             for interval in _intervals_of(found.system, section.intervals):
                 spec = _spec(config, found, interval, repetition)
                 steps = _steps(config, section.iterations, interval)
-                specs.append(spec.model_copy(update={**changes, "measured_steps": steps}))
+                specs.append(_paired(config, spec.model_copy(update={**changes, "measured_steps": steps})))
     return in_batches(specs, config)
 
 
@@ -189,7 +189,8 @@ def plan_checkmate(config: Config) -> list[RunSpec | OptimizerSpec]:
     """Checkmate's figure: its own checkpoints of each iteration, the others at all intervals, each killed after it.
 
     Only runs that save each step also take the digest's proof: figures 8e and 8f prove the others, and after every kill
-    losses are compared.
+    losses are compared. No pairs of blocks: Checkmate sends gradients in every step, and what a step costs on both
+    sides is counted over one stretch.
     """
     section = config.checkmate
     specs: list[RunSpec | OptimizerSpec] = []
@@ -390,10 +391,13 @@ def _steps(config: Config, least: int, interval: int) -> int:
 def modelled_s(spec: RunSpec, prediction: Prediction) -> float:
     """Start-up, steps, the copy and the write of every checkpoint one after the other, proof: an upper estimate."""
     if spec.pairs is not None:
-        one_round = spec.model_copy(update={"pairs": None, "warmup_steps": 0, "proof": False})
-        blocks_s = 2 * (modelled_s(one_round, prediction) - prediction.startup_s) * spec.pairs.rounds
+        alone = spec.model_copy(update={"pairs": None, "warmup_steps": 0, "proof": False, "kills": 0})
+        block_s = modelled_s(alone, prediction) - prediction.startup_s
+        calm_s = 2 * block_s * spec.pairs.rounds
+        # So many rounds are measured in any case.
+        least_s = block_s * spec.pairs.rounds
         without = spec.model_copy(update={"pairs": None, "measured_steps": 1, "interval_steps": 0})
-        return modelled_s(without, prediction) + min(blocks_s, 1.5 * spec.pairs.budget_s)
+        return modelled_s(without, prediction) + max(least_s, min(calm_s, 1.5 * spec.pairs.budget_s))
     steps = spec.warmup_steps + spec.measured_steps
     seconds: float = prediction.startup_s + steps * prediction.step_s.get(spec.workload, prediction.other_step_s)
     if spec.interval_steps:

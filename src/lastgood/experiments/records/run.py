@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.records.base import Record
-from lastgood.experiments.records.blocks import Pairs, without_none_pairs
+from lastgood.experiments.records.blocks import Block, Pairs, without_none_pairs
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.models import FrozenModel
 from lastgood.sinks import Sink
@@ -212,6 +213,18 @@ class RunRecord(Record[RunSpec]):
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return without_none_pairs(write(self))
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks that say something; none of a run in one stretch.
+
+        A system that takes gradients sends them in every step: what older records of it call a block without
+        checkpoints was none.
+        """
+        if self.pairs is None:
+            return []
+        always = system_traits(self.spec.system).takes_gradients
+        return [block for block in self.pairs.blocks if block.kind == "with" or not always]
 
     def summary(self) -> str:
         """Throughput, durable checkpoints, and whether the restore was proved."""

@@ -82,8 +82,8 @@ class RunSpec(Spec):
             raise ValueError(f"{self.ranks} ranks are too few for {self.nodes} nodes")
         if (self.shadows > 0) != (system_traits(self.system).helper == "shadows"):
             raise ValueError(f"{self.shadows} shadows and system={self.system!r} do not go together")
-        if self.pairs is not None and (self.ranks > 1 or self.drain_each):
-            raise ValueError("pairs of blocks are for runs of one process, and not for times of single checkpoints")
+        if self.pairs is not None and self.drain_each:
+            raise ValueError("pairs of blocks are not for times of single checkpoints")
         if self.pairs is not None and self.interval_steps and self.measured_steps % self.interval_steps:
             raise ValueError(f"a block of {self.measured_steps} steps has no whole intervals of {self.interval_steps}")
         if "/" in self.variant:

@@ -130,7 +130,7 @@ def train_and_measure(
         loop.train(spec.warmup_steps)
         if spec.interval_steps:
             # Untimed: slots are written for the first time, and buffers touched. One long stretch hides what is left.
-            for number in range(checkpointer.saves_until_warm if spec.pairs else 1):
+            for number in range(part.follow(checkpointer.saves_until_warm) if spec.pairs else 1):
                 if number:
                     loop.train(1)
                 loop.save()
@@ -145,7 +145,7 @@ def train_and_measure(
         used = part.begin_meters(checkpoints)
         part.barrier()
         cpu_before, stall_before = _cpu_s(), checkpointer.update_stall_s
-        timed = _timed(spec, loop, checkpoints.parent, report)
+        timed = _timed(spec, loop, checkpoints.parent, report, part)
         stall_update_s = checkpointer.update_stall_s - stall_before
         cpu_s = _cpu_s() - cpu_before
         events = checkpointer.events[before:]
@@ -330,13 +330,13 @@ def _refuse_divergence(spec: RunSpec, losses: Sequence[float]) -> None:
             )
 
 
-def _timed(spec: RunSpec, loop: TrainingLoop, scratch: Path, report: Report) -> _Timed:
+def _timed(spec: RunSpec, loop: TrainingLoop, scratch: Path, report: Report, part: Part) -> _Timed:
     """Take the measured steps: one stretch with checkpoints and its drain, or pairs of blocks."""
     if spec.pairs is not None:
-        found = measure_pairs(spec, spec.pairs, loop, scratch, report)
+        found = measure_pairs(spec, spec.pairs, loop, scratch, report, part)
         plain = found.of_kind("without")
         counted = found.of_kind("with") if spec.interval_steps else plain
-        return _Timed(found.segments, counted, plain, found.drains, found.pairs)
+        return _Timed(found.segments, counted, plain or counted, found.drains, found.pairs)
     report(f"measuring, {spec.measured_steps} steps")
     segment = loop.train(spec.measured_steps)
     started = time.perf_counter()

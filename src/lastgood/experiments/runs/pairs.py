@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
 import statistics
 import time
@@ -13,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lastgood.checkpointers.registry import system_traits
 from lastgood.experiments.ceilings.disk import disk_bursts
 from lastgood.experiments.formulas.pairs import estimate_pairs
-from lastgood.experiments.machine.disturbance import Look, disturbance_between, disturbed_by, look
 from lastgood.experiments.records.blocks import Block, BlockKind, PairPlan, Pairs
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.part import Part
+from lastgood.experiments.runs.watch import Found, Watch, what_disturbed, worst_of
 from lastgood.training.loop import Segment, TrainingLoop
 
 __all__ = ["PairedSegments", "block_orders", "measure_pairs", "rounds_are_enough"]
@@ -25,9 +26,6 @@ __all__ = ["PairedSegments", "block_orders", "measure_pairs", "rounds_are_enough
 _WITHOUT_S = 0.8
 """A block without checkpoints has no more steps than one with, and takes about this long."""
 _LEAST_STEPS = 5
-_CALM_S = 0.1
-"""For so long others must have had at most a tenth of a core for a machine to be calm again after a disturbance."""
-_CALM_SHARE = 0.1
 _FOR_DISTURBED = 1.5
 """The budget of a run whose disturbed pairs are measured again, in budgets of one that is calm."""
 
@@ -60,61 +58,68 @@ def block_orders(seed: int) -> Iterator[tuple[BlockKind, BlockKind]]:
 
 
 def measure_pairs(
-    spec: RunSpec, plan: PairPlan, loop: TrainingLoop, scratch: Path, report: Callable[[str], None]
+    spec: RunSpec,
+    plan: PairPlan,
+    loop: TrainingLoop,
+    scratch: Path,
+    report: Callable[[str], None],
+    part: Part,
 ) -> PairedSegments:
     """Measure rounds of blocks until `plan` is content. Nothing may be in progress when it is called.
 
-    `scratch` is a folder on the disk that checkpoints go to. A disturbed block stays in the record, and is measured
-    again once others have paused, while the budget lasts. A system that takes no checkpoints has blocks of one kind.
+    `scratch` is the run's folder, on the disk that checkpoints go to. A disturbed block stays in the record, and is
+    measured again once others have paused, while the budget lasts. A system that takes no checkpoints has blocks of one
+    kind, and so has one that takes gradients in every step. Of several processes the first one decides what is next,
+    and none begins a block before all are through with the last one, its checkpoints included.
     """
-    run = os.getppid()  # the parent of trainer, restorer and services
-    kinds: tuple[BlockKind, ...] = ("with", "without") if spec.interval_steps else ("without",)
-    without_steps = _steps_without(spec, loop)
+    watch = Watch(part, scratch, device=spec.device == "cuda")
+    kinds = _kinds(spec)
+    without_steps = part.follow(_steps_without(spec, loop))
     blocks: list[Block] = []
     segments: list[Segment] = []
     drains: list[tuple[float, float]] = []
     bursts: list[float] = []
+    ended_by: Literal["interval", "budget"] | None = None
     began_s = time.perf_counter()
-    with disk_bursts(scratch) if spec.interval_steps else contextlib.nullcontext() as burst:
+    bursting = spec.interval_steps > 0 and part.rank == 0
+    with disk_bursts(scratch) if bursting else contextlib.nullcontext() as burst:
         for number, order in enumerate(block_orders(spec.seed)):
-            if burst is not None:
-                bursts.append(burst())
-            for kind in order:
+            if spec.interval_steps:
+                bursts.append(part.follow(0.0 if burst is None else burst()))
+            for kind in part.follow(order):
                 if kind not in kinds:
                     continue
                 while True:
-                    before = look(run, scratch, device=spec.device == "cuda")
+                    before = watch.look()
+                    part.barrier()
+                    at_s = time.perf_counter() - began_s
                     segment, drain = _block(spec, loop, kind, spec.measured_steps if kind == "with" else without_steps)
-                    after = look(run, scratch, device=spec.device == "cuda")
+                    part.barrier()
+                    found = watch.between(before, watch.look())
+                    times = part.gather((segment.clock.elapsed_s, drain[1] - drain[0] if drain else 0.0))
                     segments.append(segment)
                     drains += [drain] if drain else []
-                    drain_s = drain[1] - drain[0] if drain else 0.0
-                    blocks.append(_described(number, kind, before, after, segment, drain_s, began_s, bursts))
-                    again_s = began_s + _FOR_DISTURBED * plan.budget_s - (after.at_s - before.at_s)
-                    if not blocks[-1].disturbed or not _wait_until_calm(run, scratch, again_s):
+                    blocks.append(_described(number, kind, at_s, len(segment.losses), times, found, bursts))
+                    again_s = began_s + _FOR_DISTURBED * plan.budget_s - found[0].elapsed_s
+                    if not part.follow(blocks[-1].disturbed) or not watch.wait_until_calm(again_s):
                         break
             spent_s = time.perf_counter() - began_s
-            ended_by = rounds_are_enough(plan, blocks, spent_s)
+            ended_by = part.follow(rounds_are_enough(plan, blocks, spent_s))
             report(f"measuring pairs: {number + 1} rounds in {spent_s:.0f} s")
             if ended_by is not None:
-                pairs = Pairs(blocks=blocks, ended_by=ended_by, write_bursts_bytes_per_s=bursts)
-                return PairedSegments(pairs, segments, drains)
-    raise AssertionError("rounds have no end")
+                break
+    # As after one stretch: saves come after whole intervals from here.
+    loop.first_step, loop.saves_first = loop.progress.step, False
+    assert ended_by is not None  # rounds have no other end
+    pairs = Pairs(blocks=blocks, ended_by=ended_by, write_bursts_bytes_per_s=bursts)
+    return PairedSegments(pairs, segments, drains)
 
 
-def _wait_until_calm(run: int, scratch: Path, until_s: float) -> bool:
-    """Sleep until others have paused, since a block that begins in a pause is likely to end in it.
-
-    False if it is later than `until_s` by then.
-    """
-    before = look(run, scratch)
-    while before.at_s < until_s:
-        time.sleep(_CALM_S)
-        after = look(run, scratch)
-        if disturbance_between(before, after).others_cpu_s <= _CALM_SHARE * (after.at_s - before.at_s):
-            return after.at_s < until_s
-        before = after
-    return False
+def _kinds(spec: RunSpec) -> tuple[BlockKind, ...]:
+    """A system that takes gradients sends them in every step: it has no blocks without."""
+    if not spec.interval_steps:
+        return ("without",)
+    return ("with",) if system_traits(spec.system).takes_gradients else ("with", "without")
 
 
 def _steps_without(spec: RunSpec, loop: TrainingLoop) -> int:
@@ -143,31 +148,31 @@ def _block(
 def _described(
     number: int,
     kind: BlockKind,
-    before: Look,
-    after: Look,
-    segment: Segment,
-    drain_s: float,
     began_s: float,
-    bursts: list[float],
+    steps: int,
+    times: Sequence[tuple[float, float]],
+    found: Sequence[Found],
+    bursts: Sequence[float],
 ) -> Block:
-    disturbance = disturbance_between(before, after)
-    elapsed_s = after.at_s - before.at_s
+    """`times` are each process's seconds to the last step's end, and of its drain: the slowest ones count."""
+    elapsed_s = max(elapsed for elapsed, _ in times)
     return Block(
         round=number,
         kind=kind,
-        began_s=before.at_s - began_s,
-        steps=len(segment.losses),
-        elapsed_s=segment.clock.elapsed_s,
-        drain_s=drain_s,
-        disturbance=disturbance,
-        disturbed=disturbed_by(disturbance, elapsed_s, max(bursts, default=None)),
+        began_s=began_s,
+        steps=steps,
+        elapsed_s=elapsed_s,
+        drain_s=max(elapsed + drain for elapsed, drain in times) - elapsed_s,
+        disturbance=worst_of(found),
+        disturbed=what_disturbed(found, max(bursts, default=None)),
     )
 
 
 def rounds_are_enough(plan: PairPlan, blocks: Sequence[Block], spent_s: float) -> Literal["interval", "budget"] | None:
     """Why no further round is needed after `spent_s` seconds of rounds; None if one is."""
     rounds = blocks[-1].round + 1
-    estimate = estimate_pairs(blocks)
+    # How wide an interval is, as a share, depends on no unit: blocks with checkpoints only are compared with a second.
+    estimate = estimate_pairs(blocks, none_step_s=1.0)
     if estimate is None:  # blocks without checkpoints only
         enough = calm = sum(block.disturbed is None for block in blocks) >= plan.rounds
     else:

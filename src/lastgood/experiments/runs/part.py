@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.registry import checkpointer_class
@@ -14,9 +15,14 @@ from lastgood.workloads.base import Workload
 
 __all__ = ["Part", "make_checkpointer"]
 
+T = TypeVar("T")
+
 
 class Part:
     """One process's part in a run: this is that of a process that trains alone."""
+
+    rank = 0
+    """Among the processes that train together; the first one decides."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -48,6 +54,22 @@ class Part:
 
     def barrier(self) -> None:
         """Wait for the other processes."""
+
+    def follow(self, decided: T) -> T:
+        """What the first process decided, on all of them."""
+        return decided
+
+    def gather(self, value: T) -> list[T]:
+        """Each process's value, by rank, on all of them."""
+        return [value]
+
+    def processes_to_watch(self, folder: Path) -> frozenset[int] | None:
+        """Processes that with their children are all of the run on this machine; None if another process looks at it.
+
+        `folder` is the run's own.
+        """
+        del folder
+        return frozenset({os.getppid()})  # the parent of trainer, restorer and services
 
 
 def make_checkpointer(spec: RunSpec, checkpoints: Path) -> Checkpointer:

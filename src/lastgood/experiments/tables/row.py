@@ -213,7 +213,8 @@ def _of_pairs(record: RunRecord, pairs: Pairs, panel: Baseline, ceilings: Ceilin
 
     The drain is part of every block, so nothing is lost to it.
     """
-    estimate = estimate_pairs(pairs.blocks)
+    # A system that takes gradients has no blocks without checkpoints: it is compared with those of the panel.
+    estimate = estimate_pairs(record.blocks, none_step_s=panel.iteration_s)
     if estimate is None:  # a run without checkpoints: all blocks of the panel are its repetitions
         rate = 1 / panel.iteration_s
         return {"iterations_per_s": rate, "durable_iterations_per_s": rate, "ratio_to_none": 1.0, "slowdown": 1.0}

@@ -158,12 +158,15 @@ def _baselines(records: Iterable[RunRecord]) -> dict[str, Baseline]:
         )
         for key, found in runs.items()
     }
-    return found | {key: _baseline_of_pairs(found) for key, found in paired.items()}
+    of_pairs = {key: _baseline_of_pairs(found) for key, found in paired.items()}
+    return found | {key: baseline for key, baseline in of_pairs.items() if baseline is not None}
 
 
-def _baseline_of_pairs(records: Sequence[RunRecord]) -> Baseline:
-    """All blocks without checkpoints, of all runs; those that were disturbed only if all were."""
-    blocks = [block for record in records if record.pairs for block in record.pairs.blocks if block.kind == "without"]
+def _baseline_of_pairs(records: Sequence[RunRecord]) -> Baseline | None:
+    """All blocks without checkpoints, of all runs, if there are any; disturbed ones only if all were."""
+    blocks = [block for record in records for block in record.blocks if block.kind == "without"]
+    if not blocks:
+        return None
     calm = [block for block in blocks if not block.disturbed] or blocks
     step_s = statistics.median(block.step_s for block in calm)
     return Baseline(
@@ -179,7 +182,8 @@ def _fastest_disk(record: RunRecord) -> float:
     seen = list(record.pairs.write_bursts_bytes_per_s) if record.pairs else []
     traits = system_traits(record.spec.system)
     if traits.safe_in is Sink.DISK and record.clocks.persist_s:
-        seen.append(record.workload.state_bytes / min(record.clocks.persist_s))
+        nbytes = record.ranks.bytes_per_disk if record.ranks else record.workload.state_bytes
+        seen.append(nbytes / min(record.clocks.persist_s))
     return max(seen, default=0.0)
 
 
