@@ -39,7 +39,7 @@ rule all:
 onstart:
     take_folder_lock()
     quieten_scheduler()
-    start_fork_server()
+    offer_forks()
     start_progress()
 
 

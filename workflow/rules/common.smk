@@ -18,7 +18,7 @@ try:
     from lastgood.experiments.figures.workflow_plan import SIMPLE, has_record, left_out, plan_figure, plan_workflow
     from lastgood.experiments.plan.grid import load_grid
     from lastgood.experiments.plan.load import load_config, parse_config
-    from lastgood.experiments.runs.fork_server import ADDRESS, ForkServer
+    from lastgood.experiments.runs.fork_server import ADDRESS, start_fork_server
     from lastgood.locks import FileLock
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
@@ -196,10 +196,10 @@ def quieten_scheduler():
         workflow.scheduler.job_rate_limiter = None
 
 
-def start_fork_server():
+def offer_forks():
     """Runs begin as forks of one process that has torch imported. Where jobs go to other machines, each imports it."""
-    if not SUBMITS:
-        server = ForkServer()
+    server = None if SUBMITS else start_fork_server(logger.warning)
+    if server is not None:
         os.environ[ADDRESS] = server.address
         workflow.globals.update(FORK_SERVER=server)
 

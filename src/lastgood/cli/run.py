@@ -137,7 +137,7 @@ def _run_in_fork(address: str | None, spec: Spec, command: list[str]) -> int | N
 def _run_plan(plan: Path, data_dir: Path, scratch: Path) -> None:
     """Make what a plan misses. One that fails does not stop the others; exits with 1 then, naming it."""
     from lastgood.experiments.records.kinds import parse_spec
-    from lastgood.experiments.runs.fork_server import ForkServer
+    from lastgood.experiments.runs.fork_server import start_fork_server
     from lastgood.text import parse_json, read_bytes
     from lastgood.units import MIB
 
@@ -150,19 +150,20 @@ def _run_plan(plan: Path, data_dir: Path, scratch: Path) -> None:
         raise ConfigError(f"--plan {plan}: is no plan; make one with `lastgood plan FIGURE --json`") from None
     left = [(text, record, parse_spec(text, f"--plan {plan}")[1]) for text, record in runs if not record.exists()]
     failed: list[str] = []
-    server = ForkServer()
+    server = start_fork_server(console.print)
     try:
         for number, (text, record, spec) in enumerate(left, start=1):
             console.print(f"{number} of {len(left)}: {spec.title()}")
             command = ["run", "--spec", text, "--out", str(record), "--data-dir", str(data_dir)]
             command += ["--scratch", str(scratch)]
-            status = _run_in_fork(server.address, spec, command)
+            status = _run_in_fork(None if server is None else server.address, spec, command)
             if status is None:
                 status = subprocess.call([sys.executable, "-m", "lastgood", *command])
             if status != 0:
                 failed.append(spec.title())
     finally:
-        server.close()
+        if server is not None:
+            server.close()
     if failed:
         console.print(f"{len(failed)} of {len(left)} runs failed: {', '.join(failed)}", style="red")
         raise typer.Exit(1)

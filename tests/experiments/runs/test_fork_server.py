@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lastgood.errors import LastgoodError
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import RunRecord
 from lastgood.experiments.runs import fork_server
-from lastgood.experiments.runs.fork_server import ADDRESS, ForkServer, run_in_fork
+from lastgood.experiments.runs.fork_server import ADDRESS, ForkServer, run_in_fork, start_fork_server
 from lastgood.workloads.data.prepare import prepare_dataset
 from tests.experiments.support.run_specs import COMMAND, spec_of
 from tests.support.patience import wait_until
@@ -163,6 +166,116 @@ def test_the_server_ends_with_who_started_it():
 
 def test_without_a_server_nothing_is_begun(tmp_path):
     assert run_in_fork(str(tmp_path / "nobody"), "vgg16", ["plan", "fig8"]) is None
+    left = tmp_path / "left"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+        killed.bind(str(left))
+        killed.listen()
+    assert left.exists()
+    assert run_in_fork(str(left), "vgg16", ["plan", "fig8"]) is None
+
+
+def test_a_server_that_is_stopped_holds_no_run_up_and_begins_none_later(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(fork_server, "_HEARD_S", 0.5)
+    process = psutil.Process(server._process.pid)
+    process.suspend()
+    try:
+        assert run_in_fork(server.address, "vgg16", ["run"]) is None
+    finally:
+        process.resume()
+    monkeypatch.setattr(fork_server, "_HEARD_S", 120)
+    # It hears one after the other: the next one's answer says that the first one is over.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.settimeout(60)
+        asked.connect(server.address)
+        socket.send_fds(asked, [b"{}"], [0, 1, 2])
+        assert asked.recv(64) == b"elsewhere"
+    assert forks(server) == []
+
+
+def test_a_server_that_says_nothing_when_a_run_has_ended_is_named(monkeypatch):
+    monkeypatch.setattr(fork_server, "_END_S", 0.2)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fork = subprocess.Popen(["sleep", "0.1"])
+    with ours, theirs:
+        theirs.send(str(fork.pid).encode())
+        with pytest.raises(LastgoodError, match="does not answer"):
+            fork_server._await_end(ours)
+        fork.wait(60)
+        theirs.send(str(fork.pid).encode())  # it was reaped before who asked looked
+        theirs.send(b"3")
+        assert fork_server._await_end(ours) == b"3"
+        monkeypatch.setattr(fork_server, "_BEGIN_S", 0.2)
+        with pytest.raises(LastgoodError, match="does not answer"):
+            fork_server._await_end(ours)
+
+
+def test_a_run_that_ends_with_who_asked_for_it_does_not_end_the_server(server, tmp_path, data_dir):
+    """Both in one moment, as by a killer that looks for memory: the server sees them together."""
+    lock = machine_lock()
+    lock.acquire(240)
+    parent = psutil.Process(server._process.pid)
+    try:
+        process = start(server, spec_of(), tmp_path, data_dir)
+        fork = waits_for_the_machine(server, process)
+        parent.suspend()
+        fork.kill()
+        process.kill()
+        process.wait(60)
+        parent.resume()
+        wait_until(lambda: forks(server) == [], "the end of the fork", 60)
+    finally:
+        parent.resume()
+        process.kill()
+        process.stdout.close()
+        lock.release()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.settimeout(60)
+        asked.connect(server.address)
+        socket.send_fds(asked, [b"{}"], [0, 1, 2])
+        assert asked.recv(64) == b"elsewhere"
+    assert server._process.poll() is None
+
+
+def test_a_server_whose_terminal_is_gone_goes_on(tmp_path):
+    program = """
+import os, socket
+from lastgood.experiments.runs.fork_server import ForkServer
+ours, theirs = os.pipe()
+os.dup2(theirs, 2)
+os.close(theirs)
+os.close(ours)
+server = ForkServer()
+for _ in range(2):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.settimeout(60)
+        asked.connect(server.address)
+        socket.send_fds(asked, [b"{"], [0, 1, 1])
+        print(asked.recv(64), flush=True)
+print(server._process.poll(), flush=True)
+server.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=240)
+    assert done.stdout.splitlines() == ["b'elsewhere'", "b'elsewhere'", "None"]
+
+
+def test_a_long_folder_for_temporary_files_and_a_full_one(tmp_path, monkeypatch):
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    server = ForkServer()
+    try:
+        assert len(server.address) < 108 and not list(long.iterdir())
+    finally:
+        server.close()
+    assert not Path(server.address).parent.exists()
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    said = []
+    assert start_fork_server(said.append) is None
+    assert "each imports torch for itself: [Errno 28] No space left" in said[0]
 
 
 def test_strangers_are_not_served_and_do_not_end_it(server):

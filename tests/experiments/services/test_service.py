@@ -158,6 +158,18 @@ def test_a_service_that_is_never_ready_is_waited_for_so_long_only(tmp_path: Path
     assert own_children() == []
 
 
+def test_a_ready_file_that_cannot_be_read_is_named_and_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, most_bytes: int) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(service_module, "read_bounded", refused)
+    with pytest.raises(LastgoodError, match=r"0\.pid: cannot be read: Permission denied"), running(Echo(), tmp_path):
+        pass
+    assert own_children() == []
+
+
 def test_a_service_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "_GRACE_S", 0.5)
     with running(Echo("stubborn"), tmp_path):

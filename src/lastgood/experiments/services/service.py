@@ -263,6 +263,8 @@ class _Hosts:
             return read_bounded(path, _MAX_READY_BYTES)
         except FileNotFoundError:
             return b""
+        except OSError as error:
+            raise LastgoodError(f"{path}: cannot be read: {error.strerror}") from error
 
     def tail(self, _host: str, log: Path) -> str:
         """A log's last lines, if they can be had."""
