@@ -136,9 +136,8 @@ def _probed(grids: dict[str, Grid], figures: Sequence[str], specs: Sequence[Spec
         console.print(text, markup=False)
 
     try:
-        found = load_probe(path, specs) or probe_machine(
-            specs, Path(settings.data_dir), settings.scratch_folder, path, report
-        )
+        scratch = settings.scratch_folder
+        found = load_probe(path, specs, scratch) or probe_machine(specs, Path(settings.data_dir), scratch, path, report)
     except LastgoodError as error:
         report(f"no probe of this machine: {error}")
         return grids

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +23,15 @@ from tests.suggestions.following import advice, follows, hear
 from tests.support.patience import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def probe_of(scratch: Path, **changes: Any) -> Probe:
+    """A probe of this machine."""
+    found = {"options": {}, "build_s": {"vgg16": 1.0}, "step_s": {"vgg16": 0.5}, "persist_bytes_per_s": 1e9}
+    where = {"machine": machine_label(), "scratch": str(scratch.absolute()), "device": "cpu", "threads": 1}
+    return Probe.model_validate({**found, **where, "disturbed": False, **changes})
+
+
 SMALL = "workloads={vgg16: {batch_size: 1, image_size: 32, classes: 10, classifier_width: 8}}"
 
 
@@ -90,21 +101,62 @@ def test_a_busy_machine_is_not_looked_at(tmp_path: Path) -> None:
 def test_other_options_of_a_workload_are_another_probe(tmp_path: Path) -> None:
     spec = spec_of("none", interval=0)
     other = {**spec.workload_options, "batch_size": 9}
-    probe = Probe(
-        options={"vgg16": spec.workload_options}, build_s={"vgg16": 1.0}, step_s={"vgg16": 0.5}, persist_bytes_per_s=1e9
-    )
+    probe = probe_of(tmp_path, options={"vgg16": spec.workload_options}, step_s={"vgg16": 0.5})
     path = tmp_path / "probe.json"
-    assert load_probe(path, [spec]) is None
+    assert load_probe(path, [spec], tmp_path) is None
     path.write_text(probe.model_dump_json())
-    assert load_probe(path, [spec]) == probe
-    assert load_probe(path, [spec.model_copy(update={"workload_options": other})]) is None
+    assert load_probe(path, [spec], tmp_path) == probe
+    for changes in ({"workload_options": other}, {"threads": spec.threads + 1}, {"device": "cuda"}):
+        assert load_probe(path, [spec.model_copy(update=changes)], tmp_path) is None
+    # Another disk, and a results folder that came from another machine.
+    assert load_probe(path, [spec], tmp_path / "elsewhere") is None
+    path.write_text(probe.model_copy(update={"machine": "another-64c"}).model_dump_json())
+    assert load_probe(path, [spec], tmp_path) is None
+
+
+@pytest.mark.parametrize("there", ["a folder", "a link to nowhere", "half of it", "of before"])
+def test_a_file_that_is_no_probe_counts_as_none(tmp_path: Path, there: str) -> None:
+    path, text = tmp_path / "probe.json", probe_of(tmp_path).model_dump_json()
+    if there == "a folder":
+        path.mkdir()
+    elif there == "a link to nowhere":
+        path.symlink_to(tmp_path / "nowhere" / "probe.json")
+    else:
+        kept = {**json.loads(text)} if there == "of before" else {}
+        kept.pop("machine", None)
+        path.write_text(json.dumps(kept) if kept else text[: len(text) // 2])
+    assert load_probe(path, [], tmp_path) is None
+
+
+def found_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, probe: Probe) -> list[str]:
+    """What a probe that finds this reports."""
+    monkeypatch.setattr(probe_module, "machine_lock", lambda: FileLock(tmp_path / "turn", "the test's turn"))
+    done = subprocess.CompletedProcess([], 0, probe.model_dump_json().encode(), b"")
+    monkeypatch.setattr(probe_module.subprocess, "run", lambda *_, **__: done)
+    said: list[str] = []
+    arguments = ([spec_of("none", interval=0)], tmp_path / "data", tmp_path, tmp_path / "kept" / "probe.json")
+    assert probe_module.probe_machine(*arguments, said.append) == probe
+    return said
+
+
+def test_what_others_disturbed_is_used_once_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = found_by(monkeypatch, tmp_path, probe_of(tmp_path, disturbed=True))
+    assert "others had much of this machine" in said[-1] and not (tmp_path / "kept").exists()
+    found_by(monkeypatch, tmp_path, probe_of(tmp_path))
+    assert (tmp_path / "kept" / "probe.json").exists()
+
+
+def test_a_probe_that_cannot_be_kept_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk."""
+    (tmp_path / "kept").write_text("a file where the folder goes")
+    assert "the probe is not kept: " in found_by(monkeypatch, tmp_path, probe_of(tmp_path))[-1]
 
 
 def test_what_was_not_looked_at_is_scaled_as_what_was() -> None:
     grid = load_grid(ROOT, "fig8")
     known = grid.prediction["laptop"]
     step_s = 3 * known.step_s["vgg16"]
-    probe = Probe(options={}, build_s={"vgg16": 1.0}, step_s={"vgg16": step_s}, persist_bytes_per_s=5e8)
+    probe = probe_of(Path(), step_s={"vgg16": step_s}, persist_bytes_per_s=5e8)
     found = with_probe(grid, probe, "laptop").prediction["laptop"]
     assert found.step_s["vgg16"] == step_s
     assert found.step_s["opt"] == pytest.approx(3 * known.step_s["opt"])

@@ -15,6 +15,8 @@ from typing import Any, TypeGuard
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.disk import disk_bursts
+from lastgood.experiments.machine.disturbance import disturbance_between, look
+from lastgood.experiments.machine.facts import machine_label, usable_cores
 from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.plan.grid import Grid
 from lastgood.experiments.records.base import Scale, Spec
@@ -34,6 +36,8 @@ _BUDGET_S = 12.0
 """No further workload is looked at after it; with what one takes, and the imports, it stays below 20 s."""
 _MOST_S = 120.0
 """On a busy machine."""
+_MOST_SHARE = 0.25
+"""Of all cores' time, that others may have had while a machine was looked at whose probe is kept."""
 _STEPS = 3
 _BURSTS = 5
 
@@ -41,30 +45,47 @@ _BURSTS = 5
 class Probe(FrozenModel):
     """What was found, by workload: its options, and seconds of building it and of a step."""
 
+    machine: str
+    """The label of the machine that was looked at."""
+    scratch: str
+    """The folder whose disk was written to."""
+    device: str
+    threads: int
     options: dict[str, dict[str, Any]]
     build_s: dict[str, float]
     step_s: dict[str, float]
     persist_bytes_per_s: float
+    disturbed: bool
+    """Whether others had much of the machine meanwhile: then it says little of other times."""
 
-    def is_of(self, specs: Iterable[Spec]) -> bool:
-        """Whether it was made for the workloads of these runs, as they are configured."""
-        return all(self.options.get(spec.workload) in (None, spec.workload_options) for spec in _workloads(specs))
+    def is_of(self, specs: Iterable[Spec], scratch: Path) -> bool:
+        """Whether it was made here, for the workloads of these runs as they are configured."""
+        here = (machine_label(), str(scratch.absolute()))
+        return (self.machine, self.scratch) == here and all(
+            (self.device, self.threads) == (spec.device, spec.threads)
+            and self.options.get(spec.workload) in (None, spec.workload_options)
+            for spec in _workloads(specs)
+        )
 
 
-def load_probe(path: Path, specs: Iterable[Spec]) -> Probe | None:
-    """The probe that was kept in a file. None if there is none that can be read, or if it is of other workloads."""
+def load_probe(path: Path, specs: Iterable[Spec], scratch: Path) -> Probe | None:
+    """The probe that was kept in a file.
+
+    None if there is none that can be read, or if it is of another machine or disk, or of other workloads.
+    """
     try:
         found = parse_model(Probe, read_bytes(path, MIB), str(path), most_bytes=MIB)
     except (LastgoodError, OSError):
         return None
-    return found if found.is_of(specs) else None
+    return found if found.is_of(specs, scratch) else None
 
 
 def probe_machine(specs: Iterable[Spec], data_dir: Path, scratch: Path, path: Path, report: Report) -> Probe | None:
     """Build each workload of `specs` once and take a few steps, write to the disk, and keep the result in `path`.
 
-    Takes 20 s at most on a quiet machine, in a process of its own: whoever asks may have threads already. None if the
-    machine is measuring now, or if nothing of the kind is planned. Raises LastgoodError if a workload cannot be built.
+    Takes 20 s at most on a quiet machine, in a process of its own: whoever asks may have threads already. What others
+    disturbed is not kept. None if the machine is measuring now, or if nothing of the kind is planned. Raises
+    LastgoodError if a workload cannot be built.
     """
     chosen = _workloads(specs)
     if not chosen:
@@ -87,7 +108,13 @@ def probe_machine(specs: Iterable[Spec], data_dir: Path, scratch: Path, path: Pa
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise LastgoodError(lines[-1] if lines else f"it ended with exit code {done.returncode}")
     probe = parse_model(Probe, done.stdout, "what the probe found", most_bytes=MIB)
-    write_result(path, (json.dumps(probe.model_dump(mode="json"), indent=1) + "\n").encode())
+    if probe.disturbed:
+        report("others had much of this machine meanwhile: the probe is not kept, and times may be shorter")
+        return probe
+    try:
+        write_result(path, (json.dumps(probe.model_dump(mode="json"), indent=1) + "\n").encode())
+    except LastgoodError as error:
+        report(f"the probe is not kept: {error}")
     return probe
 
 
@@ -139,6 +166,8 @@ def _look(chosen: Sequence[RunSpec], data_dir: Path, scratch: Path) -> Probe:
     from lastgood.workloads.data.prepare import prepare_dataset
 
     began_s = time.monotonic()
+    scratch.mkdir(parents=True, exist_ok=True)
+    before = look({os.getpid()}, scratch)
     options: dict[str, dict[str, Any]] = {}
     building_s: dict[str, float] = {}
     step_s: dict[str, float] = {}
@@ -159,10 +188,22 @@ def _look(chosen: Sequence[RunSpec], data_dir: Path, scratch: Path) -> Probe:
         loop.train(2)
         step_s[spec.workload] = statistics.median(loop.train(_STEPS).clock.step_s())
         options[spec.workload] = spec.workload_options
-    scratch.mkdir(parents=True, exist_ok=True)
     with disk_bursts(scratch) as burst:
         persist = statistics.median(burst() for _ in range(_BURSTS))
-    return Probe(options=options, build_s=building_s, step_s=step_s, persist_bytes_per_s=persist)
+    after = look({os.getpid()}, scratch)
+    found = disturbance_between(before, after)
+    room_s = _MOST_SHARE * usable_cores() * (after.at_s - before.at_s)
+    return Probe(
+        machine=machine_label(),
+        scratch=str(scratch.absolute()),
+        device=chosen[0].device,
+        threads=chosen[0].threads,
+        options=options,
+        build_s=building_s,
+        step_s=step_s,
+        persist_bytes_per_s=persist,
+        disturbed=found.others_cpu_s + found.steal_s > room_s,
+    )
 
 
 def main() -> None:
