@@ -261,7 +261,8 @@ def _declared_bytes(header: npt.NDArray[np.uint8]) -> int:
     places = -(-elements // width)
     if not 0 < elements <= MAX_ELEMENTS or count > places:
         return BLOCK_HEADER_BYTES
-    return BLOCK_HEADER_BYTES + ITEM_BYTES[DType(kind)] * width * count + encoded_bytes(Coding(code), places, count)
+    values: int = ITEM_BYTES[DType(kind)] * width * count
+    return BLOCK_HEADER_BYTES + values + encoded_bytes(Coding(code), places, count)
 
 
 @functools.cache
