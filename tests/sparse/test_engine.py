@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, StateError, WaitTimeout
+from lastgood.sparse import pipeline
 from lastgood.sparse.engine import Engine
 from tests.sparse.support.reference import Reference
 from tests.sparse.support.thread_ranks import Meeting, ThreadRanks, together
@@ -62,6 +63,26 @@ def test_training_is_that_of_the_reference(ranks, adam, staleness):
         assert losses == [row[rank] for row in expected]
         assert_same(weights, bits(plain))
         assert_same(residuals, reference.residuals[rank])
+
+
+@pytest.mark.parametrize("group_bytes", [1, 300])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_goes_together_changes_no_bit(group_bytes, staleness, monkeypatch):
+    def work(place):
+        model, optimizer = make()
+        engine = Engine(model, optimizer, 0.9, "topk", staleness, ranks=place)
+        groups = engine._pipeline.groups
+        losses = train(engine, model, place.rank, 0, STEPS)
+        engine.finish()
+        engine.close()
+        return groups, losses, bits(model)
+
+    expected = together(2, work)
+    monkeypatch.setattr(pipeline, "GROUP_BYTES", group_bytes)
+    for (one_group, losses, weights), (groups, *found) in zip(expected, together(2, work), strict=True):
+        assert one_group == [range(7)] and len(groups) > 1
+        assert found[0] == losses
+        assert_same(found[1], weights)
 
 
 def test_with_everything_sent_one_rank_trains_as_torch_does():
@@ -229,7 +250,7 @@ def test_what_an_exchange_loses_changes_no_weight_and_is_in_no_checkpoint():
 
 def test_a_block_that_never_comes_is_waited_for_no_longer_than_said():
     def work(place):
-        place.meeting.held = {(0, 1)}
+        place.meeting.held = {(0, 0)}
         model, optimizer = make()
         engine = Engine(model, optimizer, 0.9, "topk", 0, ranks=place, timeout_s=0.2)
         engine.backward(loss_of(model, place.rank, 0))
@@ -278,6 +299,33 @@ def test_buffers_of_their_own():
     own, other = together(2, lambda place: work(place, "own"))
     assert torch.equal(first, own)
     assert not torch.equal(own, other)
+
+
+def test_buffers_that_the_backward_pass_changes_are_those_of_the_first_rank_too():
+    """Of activations that are computed once more, and counted again."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def forward(self, values):
+            return torch.utils.checkpoint.checkpoint(self.inner, values, use_reentrant=False)
+
+    def work(place):
+        torch.manual_seed(0)
+        model = Twice()
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), 0.5, "topk", 0, ranks=place)
+        generator = torch.Generator().manual_seed(place.rank)
+        for _ in range(2):
+            engine.backward(model(torch.randn(5, 4, generator=generator)).square().sum())
+            engine.step()
+        engine.close()
+        return bits(model), int(model.inner[1].num_batches_tracked)
+
+    (first, counted), (second, _) = together(2, work)
+    assert counted == 4
+    assert_same(first, second)
 
 
 def test_a_gradient_that_comes_twice_is_refused():

@@ -14,7 +14,7 @@ from lastgood.errors import CheckpointError, CorruptCheckpoint, MismatchError
 from lastgood.sparse.blocks import SparseGradient, dense
 from lastgood.sparse.compressors import keep_count, make_compressor
 from lastgood.sparse.engine import Engine
-from lastgood.sparse.engine_state import LayerShape, most_bytes, pack, spread, unpack
+from lastgood.sparse.engine_state import LayerShape, most_bytes, pack, spread, spread_velocities, unpack
 from tests.sparse.support.reference import Reference
 from tests.sparse.support.thread_ranks import together
 from tests.sparse.support.workers import bits, loss_of, make
@@ -166,6 +166,15 @@ def test_three_ranks_go_on_as_two(tmp_path, staleness):
     ]
     for rank, found in enumerate(after):
         assert found[3] == [row[rank] for row in expected]
+
+
+def test_velocities_of_other_numbers_of_ranks_add_up_as_residuals_do():
+    velocities = [torch.randn(10) for _ in range(3)]
+    states = [{"layers": {"first": {"velocity": {"velocity": one}}, "second": {}}} for one in velocities]
+    found = [spread_velocities(states, SHAPES, rank, 2) for rank in range(2)]
+    assert all(one.keys() == {"first"} for one in found)
+    torch.testing.assert_close(found[0]["first"] + found[1]["first"], sum(velocities) * 2 / 3)
+    assert torch.equal(found[1]["first"], velocities[1] * (2 / 3))
 
 
 def test_other_trainings_are_refused_by_name():

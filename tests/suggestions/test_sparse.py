@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lastgood import PCcheck
-from lastgood.sparse import Engine
+from lastgood.sparse import Correction, Engine
 from tests.suggestions.following import advice, follows, hear, refusal
 
 
@@ -52,6 +52,18 @@ def test_two_processes_on_one_node(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", advice(message, r"--nproc-per-node (\d+)"))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
     assert ranks.ranks_of_torch().ranks == 2
+
+
+@follows("takes the place of the optimizer's: give it SGD with")
+def test_momentum_before_compression():
+    model = nn.Linear(4, 3)
+
+    def corrected(**numbers):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **numbers)
+        return Engine(model, optimizer, correction=Correction(momentum=0.9))
+
+    message = refusal(lambda: corrected(momentum=0.9))
+    corrected(**eval(f"dict({advice(message, '(momentum=0)')})")).close()
 
 
 @follows("staleness is 0 or 1, and partial needs 1", "choose first or own")

@@ -3,6 +3,7 @@
 from lastgood._lazy import lazy_names
 
 _HOMES = {
+    "Correction": "lastgood.sparse.correction",
     "Engine": "lastgood.sparse.engine",
 }
 

@@ -4,15 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lastgood._lazy import torch
-from lastgood.errors import MismatchError
+from lastgood.errors import ConfigError, MismatchError
 from lastgood.sparse.blocks import SparseGradient
 
-__all__ = ["MomentumCorrection", "ResidualAge", "clip_gradient", "energy_kept", "warm_up"]
+__all__ = ["Correction", "MomentumCorrection", "ResidualAge", "clip_gradient", "energy_kept", "warm_up"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What an engine does to gradients before it compresses them. All ranks must do the same.
+
+    Raises ConfigError for numbers that cannot be.
+    """
+
+    momentum: float = 0.0
+    """Of a velocity that is sent in place of the gradient (`MomentumCorrection`). The optimizer is then SGD without
+    momentum. 0: none."""
+    nesterov: bool = False
+    masking: bool = True
+    """Forget the velocity where it was sent."""
+    clip: float | None = None
+    """The norm that all ranks' gradients of one iteration may have together (`clip_gradient`). Layers then leave when
+    the backward pass has ended, and not while it runs."""
+    warm_up: int = 0
+    """In so many iterations compression rises from 0.75 to the one that is asked for."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1 or self.warm_up < 0 or not (self.clip is None or 0 < self.clip < math.inf):
+            raise ConfigError(
+                f"a correction of momentum {self.momentum}, clip {self.clip}, warm_up {self.warm_up}: momentum is at "
+                "least 0 and below 1, clip above 0, and warm_up at least 0"
+            )
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ConfigError for an optimizer that cannot be used beside it."""
+        if self.momentum and any(group.get("momentum", 1.0) for group in optimizer.param_groups):
+            raise ConfigError("momentum correction takes the place of the optimizer's: give it SGD with momentum=0")
+
+    def of_layer(self, elements: int) -> MomentumCorrection | None:
+        """The velocity of a layer of so many elements, if there is to be one."""
+        return MomentumCorrection(elements, self.momentum, nesterov=self.nesterov) if self.momentum else None
 
 
 def clip_gradient(gradient: torch.Tensor, norm: float, limit: float, nodes: int) -> None:

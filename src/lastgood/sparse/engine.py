@@ -8,7 +8,6 @@ inside one call of the optimizer's own `step`, whose hooks a checkpointer waits 
 from __future__ import annotations
 
 import functools
-import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,15 +15,17 @@ from typing import Any, ClassVar, Literal
 
 from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, StateError
+from lastgood.sparse.buffers import Buffers
 from lastgood.sparse.compressors import ValueType
 from lastgood.sparse.control.following import Follower
 from lastgood.sparse.control.telemetry import Telemetry
+from lastgood.sparse.correction import Correction
 from lastgood.sparse.engine_options import check_options, least_of
-from lastgood.sparse.engine_state import FORMAT, check_engine, pack, spread, unpack
+from lastgood.sparse.engine_state import FORMAT, check_engine, pack, spread, spread_velocities, unpack
 from lastgood.sparse.host_copies import HostCopies
 from lastgood.sparse.layers import digest_of, find_layers, refuse_other_gradients
 from lastgood.sparse.optimizer import Mode, SparseOptimizer
-from lastgood.sparse.pipeline import Pipeline
+from lastgood.sparse.pipeline import Applier, Pipeline
 from lastgood.sparse.ranks import Ranks, ranks_of_torch
 from lastgood.sparse.schedule import Schedule, Task
 from lastgood.sparse.split import split
@@ -32,8 +33,6 @@ from lastgood.state import Checked, NewWorld
 from lastgood.state.steppers import note_stepper
 
 __all__ = ["Engine"]
-
-_log = logging.getLogger("lastgood")
 
 
 class Engine(Checked):
@@ -61,6 +60,7 @@ class Engine(Checked):
         buffers: what becomes of the model's buffers (BatchNorm's statistics): after each step all ranks get those of
             the "first" one, as under DistributedDataParallel, or each keeps its "own".
         error_feedback: False throws away what is not sent: for comparisons.
+        correction: what is done to gradients before they are compressed (DGC's options); nothing by default.
         telemetry: is told what each iteration took, on all ranks, and brings settings of a controller: `batches` gives
             batches of their sizes then, and all ranks compress as they say.
         least_compression: no setting may have less: room for what is in flight is kept for it [default: 0.9, or
@@ -88,6 +88,7 @@ class Engine(Checked):
         accumulate: int = 1,
         buffers: Literal["first", "own"] = "first",
         error_feedback: bool = True,
+        correction: Correction | None = None,
         threads: int = 1,
         seed: int = 0,
         timeout_s: float = 30.0,
@@ -103,8 +104,11 @@ class Engine(Checked):
         self._ranks = ranks_of_torch() if ranks is None else ranks
         self._accumulate = accumulate
         self._timeout_s = timeout_s
-        self._buffers = [one for _, one in model.named_buffers()] if buffers == "first" else []
+        shared = [one for _, one in model.named_buffers()] if buffers == "first" else []
+        self._buffers = Buffers(self._ranks, shared, timeout_s)
         self._sparse = SparseOptimizer(optimizer, mode=mode, threads=threads)
+        self._correction = correction or Correction()
+        self._correction.check(optimizer)
         layers = find_layers(model, optimizer)
         self._copies = HostCopies(layers, self._sparse)
         self._schedule = Schedule(len(layers), staleness, partial=partial)
@@ -116,12 +120,14 @@ class Engine(Checked):
             "values": values,
             "optimizer": type(optimizer).__name__,
         }
+        if self._correction.momentum:  # whose velocity is in the state
+            self._settings["velocity"] = f"momentum {self._correction.momentum}, nesterov {self._correction.nesterov}"
         lines = [f"{name}={value}" for name, value in self._settings.items()]
         lines += [f"compression={compression}", f"buffers={buffers}", f"error_feedback={error_feedback}"]
-        lines += [f"telemetry={telemetry is not None}", f"least compression {least}"]
+        lines += [f"telemetry={telemetry is not None}", f"least compression {least}", str(self._correction)]
         lines += [layer.line for layer in layers]
         self._ranks.compare("the engine's settings and layers", lines, timeout_s)
-        self._begin_alike()
+        self._begin_alike(shared)
         self._digest = digest_of([], lines)
         self._pipeline = Pipeline(
             layers,
@@ -133,10 +139,12 @@ class Engine(Checked):
             compressor=compressor,
             values=values,
             error_feedback=error_feedback,
+            correction=self._correction,
             threads=threads,
             seed=seed,
             timeout_s=timeout_s,
         )
+        self._applier = Applier(self._pipeline, self._schedule, self._sparse, self._copies, self._ranks.ranks)
         self._follower = None
         if telemetry is not None:
             self._follower = Follower(
@@ -154,7 +162,6 @@ class Engine(Checked):
         self._taking = self._stepping = False
         self._broken: BaseException | None = None
         self._compared = False
-        self._early = self._applied = 0
         hook = weakref.WeakMethod(self._complete)
         self._hooks = [
             layer.parameter.register_post_accumulate_grad_hook(functools.partial(_call, hook, layer.number))
@@ -199,12 +206,17 @@ class Engine(Checked):
         self._passes += 1
         self._taking = self._last
         try:
+            if self._last:
+                self._buffers.tell(self._schedule.iteration)
             (loss if self._share == 1.0 else loss * self._share).backward()
+            if self._taking and self._correction.clip is not None:
+                self._pipeline.clip()
+                self._begin_missing()
+            if self._last:
+                self._buffers.tell_again(self._schedule.iteration)
         except BaseException as error:
             self._break(error)
             raise
-        if self._last:
-            self._ranks.tell_first(f"buffers/{self._schedule.iteration}", self._buffers)
 
     def step(self) -> bool:
         """In place of ``optimizer.step()`` and ``zero_grad()``: whether the batch was complete, and so weights changed.
@@ -234,7 +246,7 @@ class Engine(Checked):
             raise CheckpointError("engine.finish() between backward() and step()")
         try:
             self._pipeline.wait_for(self._schedule.in_flight())
-            self._update(self._finish)
+            self._update(self._applier.flush)
         except BaseException as error:
             self._break(error)
             raise
@@ -244,6 +256,7 @@ class Engine(Checked):
         while self._hooks:
             self._hooks.pop().remove()
         self._pipeline.close()
+        self._ranks.close()
         if self._follower is not None:
             self._follower.close()
         self._broken = self._broken or CheckpointError("the engine is closed")
@@ -256,7 +269,7 @@ class Engine(Checked):
             "compression": self._pipeline.compression,
             "setting": None if self._follower is None else self._follower.setting,
             "waited_s": self._pipeline.waited_s,
-            "early_share": self._early / max(1, self._applied),
+            "early_share": self._applier.early / max(1, self._applier.applied),
             "not_finite": {side.layer.name: side.not_finite for side in self._pipeline.sides if side.not_finite},
             "exchange": None if facts is None else facts(),
         }
@@ -287,6 +300,7 @@ class Engine(Checked):
                     "residual": side.residual,
                     "compressor": side.compressor.state_dict(),
                     "not_finite": side.not_finite,
+                    **({} if side.correction is None else {"velocity": side.correction.state_dict()}),
                 }
                 for side in self._pipeline.sides
             },
@@ -323,6 +337,8 @@ class Engine(Checked):
             side.residual.copy_(held["residual"])
             side.compressor.load_state_dict(held["compressor"])
             side.not_finite = int(held["not_finite"])
+            if side.correction is not None:
+                side.correction.load_state_dict(held["velocity"])
         self._sparse.load_state_dict(state["optimizer"])
         if state["hyperparameters"] is not None:
             self._sparse.begin(iteration - 1, state["hyperparameters"])
@@ -344,6 +360,7 @@ class Engine(Checked):
             return
         rank, ranks = self._ranks.rank, self._ranks.ranks
         residuals = spread(states, self._pipeline.shapes, rank, ranks, f"step {world.step}")
+        velocities = spread_velocities(states, self._pipeline.shapes, rank, ranks)
         like = states[rank % len(states)]  # whose thresholds it takes
         self._schedule.restore(int(like["iteration"]), [])
         for side in self._pipeline.sides:
@@ -351,6 +368,8 @@ class Engine(Checked):
             side.residual.copy_(residuals[side.layer.name])
             side.compressor.load_state_dict(held["compressor"])
             side.not_finite = int(held["not_finite"])
+            if side.correction is not None:
+                side.correction.velocity.copy_(velocities[side.layer.name])
         self._sparse.load_state_dict(like["optimizer"])
         self._pipeline.restore({}, rank)
 
@@ -361,9 +380,9 @@ class Engine(Checked):
 
     # -- one iteration -------------------------------------------------------------------------------------------------
 
-    def _begin_alike(self) -> None:
+    def _begin_alike(self, buffers: Sequence[torch.Tensor]) -> None:
         """Begin with rank 0's weights and buffers, as DistributedDataParallel does."""
-        tensors = [*self._model.parameters(), *self._buffers]
+        tensors = [*self._model.parameters(), *buffers]
         if len(set(self._ranks.gather("weights", digest_of(tensors), self._timeout_s))) > 1:
             self._ranks.of_first("first weights", tensors, self._timeout_s)
 
@@ -376,15 +395,15 @@ class Engine(Checked):
         line = f"weights before iteration {self._schedule.iteration}: {digest}"
         self._ranks.compare("the first iteration", [line], self._timeout_s)
         self._copies.refresh()
-        elements = [shape.elements for shape in self._pipeline.shapes]
-        self._pipeline.exchange = self._ranks.open(elements, self._digest, self._timeout_s)
+        groups = self._pipeline.group_elements()
+        self._pipeline.exchange = self._ranks.open(groups, self._digest, self._timeout_s)
         self._compared = True
 
     def _complete(self, number: int) -> None:
         """The gradient of a layer is complete; called in the backward pass."""
-        if not self._taking:
+        if not self._taking or self._correction.clip is not None:
             return
-        if number not in self._schedule.missing():
+        if self._schedule.has_begun(number):
             name = self._pipeline.sides[number].layer.name
             raise ConfigError(
                 f"{name} got a gradient twice in one backward pass (reentrant activation "
@@ -392,10 +411,13 @@ class Engine(Checked):
             )
         self._pipeline.begin(number)
 
+    def _begin_missing(self) -> None:
+        for number in self._schedule.missing():
+            self._pipeline.begin(number)
+
     def _step(self) -> None:
         schedule, iteration = self._schedule, self._schedule.iteration
-        for number in schedule.missing():
-            self._pipeline.begin(number)
+        self._begin_missing()
         self._pipeline.wait_compressed()
         for side in self._pipeline.sides:
             side.layer.parameter.grad = None
@@ -406,14 +428,14 @@ class Engine(Checked):
             self._follower.look(iteration)
         waits = time.perf_counter()
         self._pipeline.wait_for(due)
-        self._ranks.hear_first(f"buffers/{iteration}", self._buffers, self._timeout_s)
+        self._buffers.hear(iteration)
         waited_s = time.perf_counter() - waits
-        apply_s, stalled_s = self._update(lambda: self._apply(due))
+        apply_s, stalled_s = self._update(lambda: self._applier.apply(due))
         schedule.end()
         if self._follower is not None:
             self._follower.tell(iteration, waited_s, apply_s, stalled_s)
         # All ranks have sent what this step applied, so they have heard the buffers of the iteration before that.
-        self._ranks.forget_first(f"buffers/{iteration - 1 - schedule.staleness}", self._buffers)
+        self._buffers.forget(iteration - 1 - schedule.staleness)
         self._passes, self._taking = 0, False
 
     def _update(self, write: Any) -> tuple[float, float]:
@@ -437,36 +459,6 @@ class Engine(Checked):
         finally:
             self._stepping = False
         return wrote_s, time.perf_counter() - began - wrote_s
-
-    def _apply(self, due: Sequence[Task]) -> None:
-        for task in due:
-            self._schedule.apply(task)
-            self._apply_one(task)
-        for task in self._schedule.early(self._pipeline.arrived()):
-            self._schedule.apply(task)
-            self._apply_one(task)
-            self._early += 1
-        self._copies.settle()
-
-    def _apply_one(self, task: Task) -> None:
-        layer, gathered = self._pipeline.sides[task.layer].layer, self._pipeline.take(task)
-        self._applied += 1
-        if gathered is None:
-            _log.warning(
-                "sparse: the gradient of %s was not finite in iteration %d; no rank applies it",
-                layer.name,
-                task.iteration,
-            )
-        elif any(len(one.indices) for one in gathered):
-            with self._copies.stepped(layer):
-                self._sparse.apply(layer.parameter, gathered, iteration=task.iteration, scale=1.0 / self._ranks.ranks)
-
-    def _finish(self) -> None:
-        for task in self._schedule.flush():
-            self._apply_one(task)
-        with self._copies.all_stepped():
-            self._sparse.catch_up(self._schedule.iteration - 1)
-        self._copies.settle()
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:

@@ -15,7 +15,7 @@ from lastgood.sparse.blocks import SparseGradient, dense
 from lastgood.sparse.coding import BLOCK_HEADER_BYTES, decode, encode
 from lastgood.sparse.compressors import Compressor, most_places
 
-__all__ = ["FORMAT", "LayerShape", "check_engine", "most_bytes", "pack", "spread", "unpack"]
+__all__ = ["FORMAT", "LayerShape", "check_engine", "most_bytes", "pack", "spread", "spread_velocities", "unpack"]
 
 FORMAT = 1
 
@@ -82,8 +82,8 @@ def check_engine(
     """
     if saved["format"] != FORMAT:
         raise MismatchError(f"{path}: a sparse engine of format {saved['format']}; this version reads format {FORMAT}")
-    for name, own in settings.items():
-        found = saved["settings"].get(name)
+    for name in {**settings, **saved["settings"]}:
+        found, own = saved["settings"].get(name), settings.get(name)
         if found != own:
             raise MismatchError(f"{path}: {name} was {found!r} in the checkpoint, and the engine has {own!r}")
     shapes = [(name, held["residual"].numel()) for name, held in saved["layers"].items()]
@@ -129,4 +129,22 @@ def spread(
     factor = ranks / len(states)
     for residual in found.values():
         residual *= factor
+    return found
+
+
+def spread_velocities(
+    states: Sequence[Mapping[str, Any]], layers: Sequence[LayerShape], rank: int, ranks: int
+) -> dict[str, torch.Tensor]:
+    """The same of velocities (momentum before compression), by layer; nothing of layers that have none.
+
+    They are sums of gradients, as residuals are, so that the same rule keeps what they will still add.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for layer in layers:
+        if "velocity" not in states[0]["layers"][layer.name]:
+            continue
+        own = torch.zeros(layer.elements, dtype=torch.float32, device="cpu")
+        for before in range(rank, len(states), ranks):
+            own += states[before]["layers"][layer.name]["velocity"]["velocity"].float().cpu()
+        found[layer.name] = own.mul_(ranks / len(states))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import itertools
 import os
@@ -16,6 +17,8 @@ from lastgood._lazy import torch
 from lastgood.errors import ConfigError, MismatchError, WaitTimeout
 from lastgood.sparse.blocks import SparseGradient
 from lastgood.sparse.exchange import Exchange
+from lastgood.sparse.schedule import Task
+from lastgood.sparse.tasks import Tasks, results
 from lastgood.world import world_of_torch
 
 __all__ = ["Alone", "Gathers", "Ranks", "ranks_of_torch"]
@@ -28,8 +31,10 @@ _made = itertools.count()
 class Gathers(Protocol):
     """What brings together the blocks of all ranks."""
 
-    def submit(self, iteration: int, layer: int, sparse: SparseGradient) -> Future[list[SparseGradient]]:
-        """Send this rank's block; the future has those of all ranks, in their order."""
+    def submit_group(
+        self, iteration: int, layer: int, group: Sequence[SparseGradient]
+    ) -> Future[list[tuple[SparseGradient, ...]]]:
+        """Send this rank's blocks of some tensors; the future has those of all ranks, in their order."""
 
     def close(self) -> None:
         """End it."""
@@ -38,11 +43,13 @@ class Gathers(Protocol):
 class Alone:
     """The exchange of a training of one rank."""
 
-    def submit(self, iteration: int, layer: int, sparse: SparseGradient) -> Future[list[SparseGradient]]:
+    def submit_group(
+        self, iteration: int, layer: int, group: Sequence[SparseGradient]
+    ) -> Future[list[tuple[SparseGradient, ...]]]:
         """What was sent is what there is."""
         del iteration, layer
-        future: Future[list[SparseGradient]] = Future()
-        future.set_result([sparse])
+        future: Future[list[tuple[SparseGradient, ...]]] = Future()
+        future.set_result([tuple(group)])
         return future
 
     def close(self) -> None:
@@ -63,17 +70,21 @@ class Ranks:
         self.address = address
         """This machine's for the others, if it is not the one by which it reaches rank 0."""
         self.host = socket.gethostname()
+        self._fetching: Tasks | None = None
+        self._own_store: Any = None
+        self._expected: dict[str, Future[list[bytes]]] = {}
+        """What is on its way from rank 0, or will be."""
         self._store = None
         if ranks > 1:
             from torch.distributed.distributed_c10d import PrefixStore
 
             self._store = PrefixStore(f"lastgood/sparse/{next(_made) if name is None else name}", store)
 
-    def open(self, layers: Sequence[int], digest: str, timeout_s: float) -> Gathers:
-        """Connect the ranks, whose layers have so many elements, and whose settings have this digest."""
+    def open(self, groups: Sequence[tuple[int, ...]], digest: str, timeout_s: float) -> Gathers:
+        """Connect the ranks, which send tensors of so many elements together, and whose settings have this digest."""
         if self._store is None:
             return Alone()
-        return Exchange.open(layers, {"settings": digest}, host=self.address, timeout_s=timeout_s)
+        return Exchange.open(groups, {"settings": digest}, host=self.address, timeout_s=timeout_s)
 
     def gather(self, what: str, own: str, timeout_s: float) -> list[str]:
         """Tell all ranks `own`, and hear of each of them, in rank order; all must call it. Raises WaitTimeout."""
@@ -135,22 +146,45 @@ class Ranks:
         for part, begin in enumerate(range(0, values.numel(), _PART_BYTES)):
             self._store.set(f"{what}/{part}", values[begin : begin + _PART_BYTES].numpy().tobytes())  # type: ignore[arg-type]  # bytes are kept as they are
 
+    def expect_first(self, what: str, own: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """On all ranks but 0: begin to fetch what `tell_first` tells, so that `hear_first` need not wait for the link.
+
+        A link that is full lets each question to the store wait behind what is sent already.
+        """
+        if self._store is None or not self.rank or not own:
+            return
+        if self._fetching is None:
+            self._fetching, self._own_store = Tasks(1, "sparse-fetch"), _another(self._store)
+        store, size = self._own_store, sum(tensor.nbytes for tensor in own)
+        # Rank 0 may tell late; whoever needs it has a limit of its own.
+        work = functools.partial(self._fetch, what, size, 2 * timeout_s, store)
+        self._expected[what] = self._fetching.submit(Task(len(self._expected), 0), work)
+
+    def _fetch(self, what: str, size: int, timeout_s: float, store: Any) -> list[bytes]:
+        deadline, parts = time.monotonic() + timeout_s, range(-(-size // _PART_BYTES))
+        return [self._get(f"{what}/{part}", 0, deadline, timeout_s, store) for part in parts]
+
     def hear_first(self, what: str, own: Sequence[torch.Tensor], timeout_s: float) -> None:
         """On all ranks but 0: overwrite these tensors with what `tell_first` told. Raises WaitTimeout."""
         if self._store is None or not self.rank or not own:
             return
-        deadline = time.monotonic() + timeout_s
         size = sum(tensor.nbytes for tensor in own)
-        texts = [self._get(f"{what}/{part}", 0, deadline, timeout_s) for part in range(-(-size // _PART_BYTES))]
+        expected = self._expected.pop(what, None)
+        if expected is None:
+            texts = self._fetch(what, size, timeout_s, self._store)
+        else:
+            (texts,) = results([expected], timeout_s, f"{what!r} of rank 0")
         values = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
         if values.numel() != size:
             raise MismatchError(f"{what}: rank 0 told {values.numel()} bytes, and rank {self.rank} has {size}")
         begin = 0
         with torch.no_grad():
-            for tensor in own:
-                held = values[begin : begin + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
-                tensor.copy_(held)
-                begin += tensor.nbytes
+            for alike in _by_type(own):
+                end = begin + sum(tensor.nbytes for tensor in alike)
+                held = values[begin:end].clone().view(alike[0].dtype)
+                for tensor, part in zip(alike, held.split([tensor.numel() for tensor in alike]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+                begin = end
 
     def forget_first(self, what: str, own: Sequence[torch.Tensor]) -> None:
         """On rank 0: take away what `tell_first` told, which all have got."""
@@ -159,13 +193,21 @@ class Ranks:
         for part in range(-(-sum(tensor.nbytes for tensor in own) // _PART_BYTES)):
             self._store.delete_key(f"{what}/{part}")
 
-    def _get(self, key: str, rank: int, deadline: float, timeout_s: float) -> bytes:
-        assert self._store is not None
+    def close(self) -> None:
+        """End what fetches; it may be used again."""
+        fetching, self._fetching = self._fetching, None
+        self._expected.clear()
+        if fetching is not None:
+            fetching.close(0.0)  # it may wait for a rank that is lost, for a bounded time
+
+    def _get(self, key: str, rank: int, deadline: float, timeout_s: float, store: Any = None) -> bytes:
+        store = self._store if store is None else store
+        assert store is not None
         try:
-            self._store.wait([key], datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            store.wait([key], datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:  # torch's own, of several classes
             raise WaitTimeout(f"waited {timeout_s:g} s for {key!r} of rank {rank}: {error}") from error
-        found: bytes = self._store.get(key)
+        found: bytes = store.get(key)
         return found
 
 
@@ -194,5 +236,23 @@ def ranks_of_torch(address: str | None = None) -> Ranks:
     return Ranks(rank, ranks, _get_default_store(), address=address)
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+def _another(store: Any) -> Any:
+    """The same store by a connection of its own: one that waits keeps nobody else waiting."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # an older torch, or a store without connections
+        return store
+
+
+def _by_type(own: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """In the order in which types come first, and tensors of each in their own."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in own:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.values())
+
+
+def _joined(own: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of all."""
+    flat = [torch.cat([tensor.detach().cpu().reshape(-1) for tensor in alike]) for alike in _by_type(own)]
+    return torch.cat([one.view(torch.uint8) for one in flat])

@@ -47,6 +47,10 @@ class Schedule:
         self._begun.add(layer)
         return Task(self.iteration, layer)
 
+    def has_begun(self, layer: int) -> bool:
+        """Whether this iteration has begun a layer."""
+        return layer in self._begun
+
     def missing(self) -> list[int]:
         """The layers that this iteration has not begun."""
         return [layer for layer in range(self.layers) if layer not in self._begun]

@@ -22,11 +22,17 @@ def top(values, count, width):
 class Reference:
     """Workers in one process: each has a batch, a residual and a mask; all have one model, and one SGD or Adam."""
 
+    velocity_momentum = 0.0
+    """Of DGC's velocity, which is sent in place of the gradient, and forgotten where it was sent."""
+    clip = None
+    """The norm of all workers' gradients together."""
+
     def __init__(self, model, ranks, share, width=1, lr=0.1, momentum=0.9, adam=False, feedback=True):
         self.model, self.ranks, self.share, self.width = model, ranks, share, width
         self.lr, self.momentum, self.adam, self.feedback = lr, momentum, adam, feedback
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.residuals = [{name: torch.zeros(one.numel()) for name, one in self.trained.items()} for _ in range(ranks)]
+        self.velocities = [{name: torch.zeros(one.numel()) for name, one in self.trained.items()} for _ in range(ranks)]
         self.moments = {name: torch.zeros(2, one.numel()) for name, one in self.trained.items()}
         self.steps = dict.fromkeys(self.trained, 0)
         self.waiting = []
@@ -45,13 +51,18 @@ class Reference:
             given.append(float(loss.detach()))
             if rank == 0:  # all go on with the statistics of the first
                 first = copy.deepcopy(dict(self.model.named_buffers()))
+            factor = self._clipped()
             for name, one in self.trained.items():
                 if one.grad is None:
                     continue
-                total = one.grad.flatten() + self.residuals[rank][name]
+                gradient, velocity = one.grad.flatten() * factor, self.velocities[rank][name]
+                if self.velocity_momentum:
+                    gradient = velocity.mul_(self.velocity_momentum).add_(gradient)
+                total = gradient + self.residuals[rank][name]
                 elements = max(1, int(one.numel() * self.share / self.ranks + 1e-9))
                 mask = top(total, -(-elements // self.width), self.width)
                 sent = torch.where(mask, total, torch.zeros(()))
+                velocity[mask] = 0
                 self.residuals[rank][name] = total - sent if self.feedback else torch.zeros_like(total)
                 sums[name] = sent + sums.get(name, torch.zeros(()))
                 masks[name] = mask | masks.get(name, torch.zeros((), dtype=torch.bool))
@@ -63,6 +74,12 @@ class Reference:
                 for name, update in self.waiting.pop(0).items():
                     self._apply(name, *update)
         return given
+
+    def _clipped(self):
+        if self.clip is None:
+            return 1.0
+        squares = sum(float(one.grad.double().square().sum()) for one in self.trained.values() if one.grad is not None)
+        return min(1.0, self.clip / self.ranks**0.5 / squares**0.5)
 
     def _apply(self, name, gradient, mask):
         one, moments = self.trained[name].view(-1), self.moments[name]

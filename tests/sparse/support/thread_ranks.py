@@ -22,7 +22,7 @@ class Meeting:
         self.blocks = {}
         self.futures = {}
         self.held = set()
-        """Tasks (iteration, layer) that do not arrive anywhere before `release`."""
+        """Tasks (iteration, group of layers) that do not arrive anywhere before `release`."""
         self.lost = None
         """A task whose exchange fails on all ranks."""
 
@@ -58,8 +58,8 @@ class ThreadRanks(Ranks):
         super().__init__(rank, meeting.ranks, meeting.store, "0")
         self.meeting = meeting
 
-    def open(self, layers, digest, timeout_s):
-        del layers, digest, timeout_s
+    def open(self, groups, digest, timeout_s):
+        del groups, digest, timeout_s
         return _End(self)
 
 
@@ -67,8 +67,8 @@ class _End:
     def __init__(self, ranks):
         self._ranks = ranks
 
-    def submit(self, iteration, layer, sparse):
-        return self._ranks.meeting.submit(self._ranks.rank, (iteration, layer), sparse)
+    def submit_group(self, iteration, layer, group):
+        return self._ranks.meeting.submit(self._ranks.rank, (iteration, layer), tuple(group))
 
     def close(self):
         pass
