@@ -15,6 +15,7 @@ from lastgood.experiments.config.yaml_file import parse_overrides
 from lastgood.experiments.figures.registry import figure_kind
 from lastgood.experiments.figures.workflow_plan import plan_figure, plan_workflow
 from lastgood.experiments.flowcheck.execute import execute_flowcheck
+from lastgood.experiments.flowcheck.stages import look_at
 from lastgood.experiments.plan.grid import load_grid
 from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.captions import flowcheck_caption
@@ -24,6 +25,7 @@ from lastgood.experiments.records.kinds import FLOWCHECK, kind_of_spec, parse_sp
 from lastgood.experiments.tables.flowcheck import FLOWCHECK_COLUMNS, collect_flowcheck
 from lastgood.experiments.tables.flowcheck_numbers import UNRECOVERABLE, watched_name
 from lastgood.experiments.tables.panels import PanelRecords
+from lastgood.mirror.node.status import NodeStatus
 from lastgood.mirror.odds import RingJob, lost_step_probability
 from tests.experiments.support.flowcheck_records import record_of, spec_of
 
@@ -94,6 +96,7 @@ def test_the_laptop_plan_stays_within_the_minutes_it_may_take() -> None:
         ("flowcheck={lives: {failures: 0}}", "0"),
         ("flowcheck={training: {systems: [none]}}", "always measured"),
         ("flowcheck={training: {shape: {width: 0}}}", "width"),
+        ("flowcheck={stages: {widths: [130]}}", "130 is not a multiple of the 4 heads"),
         ("flowcheck={capture: {offered: [1furlong]}}", "1furlong"),
     ],
 )
@@ -175,6 +178,49 @@ def test_ways_of_training_stand_beside_each_other_and_a_node_that_is_behind_is_s
     assert "DID NOT HOLD" not in flowcheck_caption(frame)
     behind = record_of("training", differing=1)
     assert "LAST STEP OF 2 OF 2" in flowcheck_caption(frame_of(tmp_path / "behind", "training", behind))
+
+
+def test_stages_are_told_by_step_and_as_a_share_of_the_gap(tmp_path: Path) -> None:
+    frame = frame_of(tmp_path, "stages")
+    step = frame[frame["measure"] == "time of a step (ms)"]
+    one = step[step["place"] == "1.28 M, width 128"].set_index("series")["y"]
+    # 4 steps between the looks, and 5 updates.
+    assert one.to_dict() == pytest.approx(
+        {"parse": 10, "extract": 20, "take over": 5, "update": 20, "from step to step": 100}
+    )
+    share = frame[frame["measure"] != "time of a step (ms)"]
+    assert share.groupby("place")["y"].sum().tolist() == pytest.approx([55, 55])
+    assert "width 128 0.55, width 512 0.55" in flowcheck_caption(frame)
+    assert "DID NOT HOLD" not in flowcheck_caption(frame)
+    behind = frame_of(tmp_path / "behind", "stages", record_of("stages", differing=1))
+    assert "LAST STEP OF 2 OF 2" in flowcheck_caption(behind)
+
+
+def test_the_gap_is_a_line_over_the_stages_and_no_part_of_them(tmp_path: Path) -> None:
+    (axes, share) = draw_flowcheck(frame_of(tmp_path, "stages")).axes
+    tops = [patch.get_y() + patch.get_height() for patch in axes.patches]  # type: ignore[attr-defined]
+    assert max(tops) == pytest.approx(55)
+    assert axes.get_ylim()[1] > 100
+    assert {text.get_text() for text in axes.texts} == {text.get_text() for text in share.texts} == {"55"}
+
+
+def test_a_block_without_a_step_between_its_looks_is_none() -> None:
+    block = record_of("stages").result.blocks[0]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="no step between"):
+        type(block).model_validate({**block.model_dump(), "last": block.model_dump()["first"]})
+
+
+def test_clocks_of_a_node_are_read_from_its_status() -> None:
+    counters = {
+        "parse": {"seconds": 1.0, "payload_bytes": 9},
+        "extract": {"seconds": 2.0},
+        "node": {"seconds": 5.0},
+        "update": {"seconds": 4.0, "steps": 7, "waited": 3.5},
+    }
+    status = NodeStatus(1, "", "follows", None, 1, 8, (), (), counters=counters)
+    found = look_at(status)
+    assert (found.steps, found.updates) == (8, 7)
+    assert found.stage_s == {"parse": 1.0, "extract": 2.0, "take over": 1.5, "update": 4.0}
 
 
 def test_useful_steps_count_and_the_trace_has_its_own_rate(tmp_path: Path) -> None:

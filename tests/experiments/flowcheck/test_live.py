@@ -10,7 +10,7 @@ import pytest
 from lastgood.cluster.testbed.testbed import why_no_testbed
 from lastgood.experiments.flowcheck.execute import execute_flowcheck
 from lastgood.experiments.flowcheck.steps import read_steps
-from lastgood.experiments.records.flowcheck import WATCHED, GptShape, LivesSettings, TrainingSettings
+from lastgood.experiments.records.flowcheck import WATCHED, GptShape, LivesSettings, StagesSettings, TrainingSettings
 from tests.experiments.support.flowcheck_records import spec_of
 
 SHAPE = GptShape(vocabulary=256, width=32, heads=2, blocks=1, length=16, batch=1)
@@ -35,6 +35,18 @@ def test_a_mirror_node_holds_the_last_step_of_a_training_that_knows_nothing_of_i
     assert blocks[WATCHED].held_step == 5
     assert blocks["mirror"].mirrored_frames and blocks["none"].mirrored_frames is None
     assert record.marks() == []
+
+
+@pytest.mark.parametrize("part", [pytest.param("stages", marks=ON_A_TESTBED)])
+def test_the_clocks_of_a_mirror_node_are_read_beside_the_steps(part: str, tmp_path: Path) -> None:
+    record = executed(part, StagesSettings(training=TRAINING, widths=(16, 32)), tmp_path)
+    assert record.marks() == []
+    assert [block.width for block in record.result.blocks] == [16, 32]
+    assert record.result.blocks[0].parameters < record.result.blocks[1].parameters
+    for block in record.result.blocks:
+        assert len(block.iteration_s) == 4 and block.last.steps == 5
+        assert all(seconds > 0 for seconds in block.step_s.values()), block.step_s
+        assert block.step_s["parse"] < 1 and block.step_s["update"] < 1
 
 
 @pytest.mark.parametrize("part", [pytest.param("lives", marks=ON_A_TESTBED)])

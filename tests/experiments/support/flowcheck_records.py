@@ -17,11 +17,15 @@ from lastgood.experiments.records.flowcheck import (
     LivesResult,
     LivesSettings,
     MeasuredRate,
+    NodeLook,
     RecoveryPoint,
     RecoveryResult,
     RecoverySettings,
     SizingResult,
     SizingSettings,
+    StageBlock,
+    StagesResult,
+    StagesSettings,
     TrainingBlock,
     TrainingResult,
     TrainingSettings,
@@ -71,6 +75,15 @@ SETTINGS["lives"] = LivesSettings(
 )
 
 
+SETTINGS["stages"] = StagesSettings(training=SETTINGS["training"].model_copy(update={"systems": ()}), widths=(128, 512))
+
+
+def look(steps: int, updates: int, **stage_s: float) -> NodeLook:
+    return NodeLook(
+        steps=steps, updates=updates, stage_s={name.replace("_", " "): one for name, one in stage_s.items()}
+    )
+
+
 def spec_of(part: str, repetition: int = 0, settings: Any = None, **changes: Any) -> FlowcheckSpec:
     return FlowcheckSpec(
         machine="testbox",
@@ -106,6 +119,21 @@ def result_of(part: str, *, differing: int = 0) -> Any:
             for variant, seconds in times.items()
         ]
         return TrainingResult(blocks=blocks, left_out=[])
+    if part == "stages":
+        return StagesResult(
+            blocks=[
+                StageBlock(
+                    width=width,
+                    parameters=10_000 * width,
+                    round=0,
+                    iteration_s=[0.1, 0.2, 0.1],
+                    first=look(2, 1, parse=0.5, extract=0.1, take_over=0.1, update=0.1),
+                    last=look(6, 6, parse=0.54, extract=0.18, take_over=0.12, update=0.2),
+                    held_step=5 if differing else 6,
+                )
+                for width in SETTINGS["stages"].widths
+            ]
+        )
     if part == "capture":
         points = [
             CapturePoint(

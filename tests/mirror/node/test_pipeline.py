@@ -74,6 +74,9 @@ def test_a_capture_becomes_the_state_of_its_training(ranks, tmp_path):
         status = node.status()
         assert status.stands == "follows" and ("10.77.0.1", 0) in status.ranks
         assert status.counters["extract"].get("gone", 0) == 0
+        assert all(status.counters[stage]["seconds"] > 0 for stage in ("parse", "extract", "node"))
+        wait_until(lambda: node.status().counters["update"]["steps"] == HELD, lambda: node.status().counters, 60)
+        assert node.status().counters["update"]["seconds"] > 0
         model, optimizer, _ = make()
         checkpointer = FlowCheck(tmp_path / "job", nodes=[node.address], token_file=str(tmp_path / "token"))
         assert checkpointer.restore({"model": model, "optimizer": optimizer}) == HELD

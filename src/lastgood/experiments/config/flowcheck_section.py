@@ -13,7 +13,15 @@ from lastgood.experiments.records.mirror_node import LARGE_MODELS
 from lastgood.models import FrozenModel
 from lastgood.workloads.optimizer_shapes import MODELS
 
-__all__ = ["CaptureBench", "FlowcheckSection", "LivesBench", "RecoveryBench", "SizingBench", "TrainingBench"]
+__all__ = [
+    "CaptureBench",
+    "FlowcheckSection",
+    "LivesBench",
+    "RecoveryBench",
+    "SizingBench",
+    "StagesBench",
+    "TrainingBench",
+]
 
 
 def _part(name: str) -> str:
@@ -134,6 +142,16 @@ class RecoveryBench(FrozenModel):
         return self
 
 
+class StagesBench(FrozenModel):
+    """Panel (e): time of the node's stages against the gap between steps. What is trained is that of panel (a)."""
+
+    widths: Listed[Count] = Field(
+        default=[128, 256, 512], description="a list of whole numbers: widths of the GPT, multiples of its heads"
+    )
+    steps: Count = Field(default=16, description="a whole number from 1: steps timed of each width")
+    rounds: Count = Field(default=1, description="a whole number from 1: trainings of each width")
+
+
 class SizingBench(FrozenModel):
     """Panel (f): what a mirror node of a large training needs."""
 
@@ -178,4 +196,15 @@ class FlowcheckSection(FrozenModel):
     recovery: RecoveryBench = Field(
         default_factory=RecoveryBench, description="what the panel on lossy mirrors simulates and measures"
     )
+    stages: StagesBench = Field(
+        default_factory=StagesBench, description="what the panel on the node's stages trains; it needs root"
+    )
     sizing: SizingBench = Field(default_factory=SizingBench, description="what the panel on large trainings assumes")
+
+    @model_validator(mode="after")
+    def _widths_have_heads(self) -> Self:
+        heads = self.training.shape.heads
+        for width in self.stages.widths:
+            if width % heads:
+                raise ValueError(f"stages: widths: {width} is not a multiple of the {heads} heads of training.shape")
+        return self

@@ -19,6 +19,7 @@ _PARTS: Final = {
     "lives": "lastgood.experiments.flowcheck.lives:measure_lives",
     "capture": "lastgood.experiments.flowcheck.capture:measure_capture",
     "recovery": "lastgood.experiments.flowcheck.recovery:measure_recovery",
+    "stages": "lastgood.experiments.flowcheck.stages:measure_stages",
     "sizing": "lastgood.experiments.flowcheck.sizing:measure_sizing",
 }
 

@@ -18,6 +18,7 @@ from lastgood.errors import LaunchError
 from lastgood.experiments.flowcheck.model import SHAPE_VARIABLE
 from lastgood.experiments.records.flowcheck import TrainingSettings
 from lastgood.files import read_end
+from lastgood.mirror.job.description import read_job
 from lastgood.mirror.node.status import STATUS_FILE, NodeStatus, read_status
 
 __all__ = ["MirrorNodeProcess"]
@@ -39,7 +40,7 @@ class MirrorNodeProcess:
         self._log = logs / "mirror-node.log"
         environment = {**os.environ, SHAPE_VARIABLE: settings.shape.model_dump_json()}
         lastgood = [sys.executable, "-m", "lastgood", "mirror"]
-        job = place / "job.json"
+        self._job = job = place / "job.json"
         factory = "lastgood.experiments.flowcheck.model:make_described"
         describe = [*lastgood, "describe", "--factory", factory, "--ranks", str(settings.ranks), "--out", str(job)]
         done = subprocess.run(
@@ -72,6 +73,11 @@ class MirrorNodeProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters of the training that it follows."""
+        return sum(one.elements for one in read_job(self._job).parameters)
 
     def status(self) -> NodeStatus:
         """What it says of itself."""

@@ -17,6 +17,7 @@ from lastgood.experiments.records.flowcheck import (
     LivesSettings,
     RecoverySettings,
     SizingSettings,
+    StagesSettings,
     TrainingSettings,
 )
 from lastgood.experiments.records.mirror_node import LARGE_MODELS, MirrorNode
@@ -83,6 +84,12 @@ def _recovery(config: Config) -> RecoverySettings:
     return RecoverySettings.model_validate(bench.model_dump())
 
 
+def _stages(config: Config) -> StagesSettings:
+    bench = config.flowcheck.stages
+    same = {"systems": (), "steps": bench.steps, "rounds": bench.rounds}
+    return StagesSettings(training=_training(config).model_copy(update=same), widths=tuple(bench.widths))
+
+
 def _sizing(config: Config) -> SizingSettings:
     bench = config.flowcheck.sizing
     node = MirrorNode(
@@ -101,6 +108,7 @@ _SETTINGS: dict[str, Any] = {
     "lives": _lives,
     "capture": _capture,
     "recovery": _recovery,
+    "stages": _stages,
     "sizing": _sizing,
 }
 
@@ -117,6 +125,11 @@ def flowcheck_modelled_s(spec: FlowcheckSpec, prediction: Prediction) -> float:
         return prediction.proof_s + blocks * (
             2 * prediction.startup_s + (settings.warmup + settings.steps) * step_s * (settings.ranks + 1) / 2
         )
+    if isinstance(settings, StagesSettings):
+        training = settings.training
+        steps = (training.warmup + training.steps) * step_s * sum(settings.widths) / training.shape.width
+        starts = 2 * prediction.startup_s * len(settings.widths)
+        return prediction.proof_s + training.rounds * (starts + steps * (training.ranks + 1) / 2)
     if isinstance(settings, LivesSettings):
         ways = 1 + len(settings.training.systems)
         starts = 2 + ways * (1 + len(settings.failures_s))

@@ -34,7 +34,7 @@ from lastgood.experiments.plots.captions import flowcheck_caption
 from lastgood.experiments.plots.style import WIDTHS_IN, SeriesStyle, series_styles
 from lastgood.experiments.systems.labels import system_styles
 from lastgood.experiments.tables.flowcheck import FlowcheckRow
-from lastgood.experiments.tables.flowcheck_numbers import LINK, UNRECOVERABLE
+from lastgood.experiments.tables.flowcheck_numbers import GAP, LINK, UNRECOVERABLE
 from lastgood.experiments.tables.frames import read_panel
 
 __all__ = ["draw_flowcheck", "plot_flowcheck", "read_flowcheck"]
@@ -50,6 +50,8 @@ _LOOKS: Final[dict[str, _Look]] = {
 }
 _DOTTED: Final = (LINK,)
 """Measures of places whose values are too far apart for bars."""
+_OVER: Final = (GAP,)
+"""Series that are a line over the stack of their place, and no part of it."""
 _LOGARITHMIC: Final = (LINK, UNRECOVERABLE)
 _TITLES: Final = {
     "training": "(a) iteration time with a checkpoint of every iteration",
@@ -62,6 +64,7 @@ _TITLES: Final = {
 _XLABELS: Final = {
     "recovery": "share of mirrored packets lost",
     "capture": "offered (Gbit/s)",
+    "stages": "parameters, and width of the model",
     "sizing": "parameters, and GPUs",
 }
 _DASHES: Final[tuple[Any, ...]] = ("solid", (0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 2)), (0, (2, 2)))
@@ -201,6 +204,7 @@ def _draw_places(axes: Axes, rows: pd.DataFrame, styles: dict[str, SeriesStyle],
     own = rows[rows["source"] != "published"]
     places = list(dict.fromkeys(own["place"]))
     dotted = str(rows["measure"].iloc[0]) in _DOTTED
+    over = bool(own["series"].isin(_OVER).any())
     for x, place in enumerate(places):
         base = 0.0
         for number, (name, style) in enumerate(styles.items()):
@@ -208,6 +212,9 @@ def _draw_places(axes: Axes, rows: pd.DataFrame, styles: dict[str, SeriesStyle],
             if there.empty:
                 continue
             value = float(there["y"].median())
+            if name in _OVER:
+                axes.hlines(value, x - _BAR / 2, x + _BAR / 2, color=INK, linewidth=1.4, zorder=5)
+                continue
             if dotted:
                 axes.plot([x], [value], linestyle="none", marker=style.marker, markersize=6, color=style.colour)
             else:
@@ -228,6 +235,8 @@ def _draw_places(axes: Axes, rows: pd.DataFrame, styles: dict[str, SeriesStyle],
                 ha="center",
                 va="bottom",
                 fontsize=LABEL_PT - 0.5,
+                zorder=6,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6} if over else None,
             )
     for _, line in rows[rows["source"] == "published"].iterrows():
         axes.axhline(float(line["y"]), color=INK, linewidth=0.9, linestyle=(0, (2, 1.2)))
@@ -256,7 +265,9 @@ def _series_handles(own: pd.DataFrame, styles: dict[str, SeriesStyle], panel: st
     handles: list[Any] = []
     for number, (name, style) in enumerate(styles.items()):
         dotted = own[own["series"] == name]["measure"].isin(_DOTTED).all()
-        if _LOOKS[panel] == "lines" or dotted:
+        if name in _OVER:
+            handles.append(Line2D([], [], label=name, color=INK, linewidth=1.4))
+        elif _LOOKS[panel] == "lines" or dotted:
             dash = "none" if dotted else _DASHES[number % len(_DASHES)]
             look: Any = {"color": style.colour, "linestyle": dash, "linewidth": 1.1, "markersize": 4.5}
             handles.append(Line2D([], [], label=name, marker=style.marker, **look))

@@ -5,7 +5,6 @@ One kind of measurement with parts: a spec holds the settings of exactly one, an
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -15,6 +14,25 @@ from typing_extensions import Self
 
 from lastgood.experiments.records.base import MachineLabel, Record, Scale, SpecWithoutWorkload
 from lastgood.experiments.records.mirror_node import LargeModel, MirrorNode, NodeRates
+from lastgood.experiments.records.watched_training import (
+    ALONE,
+    MIRRORED,
+    STAGES,
+    WATCHED,
+    GptShape,
+    LivesResult,
+    LivesSettings,
+    NodeLook,
+    StageBlock,
+    StagesResult,
+    StagesSettings,
+    TrainingBlock,
+    TrainingResult,
+    TrainingSettings,
+    Variant,
+    WatchedLife,
+    Window,
+)
 from lastgood.models import FrozenModel
 
 __all__ = [
@@ -22,6 +40,7 @@ __all__ = [
     "FLOWCHECK_METHOD",
     "FLOWCHECK_PARTS",
     "MIRRORED",
+    "STAGES",
     "WATCHED",
     "CapturePoint",
     "CaptureResult",
@@ -32,11 +51,15 @@ __all__ = [
     "LivesResult",
     "LivesSettings",
     "MeasuredRate",
+    "NodeLook",
     "RecoveryPoint",
     "RecoveryResult",
     "RecoverySettings",
     "SizingResult",
     "SizingSettings",
+    "StageBlock",
+    "StagesResult",
+    "StagesSettings",
     "TrainingBlock",
     "TrainingResult",
     "TrainingSettings",
@@ -47,15 +70,8 @@ __all__ = [
 
 FLOWCHECK_METHOD: Final = 1
 """Version of how the parts are measured, in every run's identity."""
-FLOWCHECK_PARTS: Final = ("training", "lives", "capture", "recovery", "sizing")
+FLOWCHECK_PARTS: Final = ("training", "lives", "capture", "recovery", "stages", "sizing")
 """In the order in which they are made: each is a panel of the figure."""
-Variant = str
-"""Of a training: `ALONE`, `MIRRORED`, `WATCHED`, or a system that saves each step."""
-ALONE: Final = "none"
-MIRRORED: Final = "mirror"
-"""Its frames are copied, and nobody reads them."""
-WATCHED: Final = "node"
-"""A mirror node reads them, and holds each step."""
 _Count = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -104,61 +120,6 @@ class SizingSettings(FrozenModel):
     """Of each packet of it."""
 
 
-class GptShape(FrozenModel):
-    """The small GPT that is trained."""
-
-    vocabulary: _Count = 2048
-    width: _Count = 256
-    heads: _Count = 4
-    blocks: _Count = 4
-    length: _Count = 32
-    batch: _Count = 2
-    """Sequences of each rank."""
-
-
-class TrainingSettings(FrozenModel):
-    """Iterations of one training with a checkpoint of each, by system, on a testbed. Needs root."""
-
-    part: Literal["training"] = "training"
-    shape: GptShape
-    ranks: int = Field(ge=2, le=64)
-    """Each on a node of its own; the first is watched."""
-    rate: str | None
-    """Of each node's link."""
-    threads: _Count
-    """Of each rank."""
-    systems: tuple[str, ...] = Field(max_length=16)
-    """That save after each step, on rank 0; training alone, mirrored and watched are always there."""
-    warmup: int = Field(ge=0, le=1000)
-    steps: int = Field(ge=1, le=100_000)
-    """Timed in each block."""
-    rounds: int = Field(ge=1, le=1000)
-    """Blocks of each variant, in a shuffled order each time."""
-
-
-class LivesSettings(FrozenModel):
-    """Useful iterations of a training that is killed now and then, as a trace has it. Needs root."""
-
-    part: Literal["lives"] = "lives"
-    training: TrainingSettings
-    """Its systems restore as well; FlowCheck is always there."""
-    window_s: float = Field(gt=0, le=86_400)
-    """Of restoring and training; what processes need to start stands outside."""
-    failures_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(max_length=1000)
-    """When all ranks are killed, from the window's begin."""
-    trace_name: str
-    trace_sha256: str
-    trace_s: float = Field(gt=0)
-    trace_failures: int = Field(ge=0)
-    """In all of the trace, for the share at its own rate."""
-
-    @model_validator(mode="after")
-    def _inside(self) -> Self:
-        if list(self.failures_s) != sorted(self.failures_s) or any(at >= self.window_s for at in self.failures_s):
-            raise ValueError("failures_s: not in order, or not inside window_s")
-        return self
-
-
 class CaptureSettings(FrozenModel):
     """How many frames a mirror node misses: raw frames over a virtual link at given rates. Needs root."""
 
@@ -175,7 +136,8 @@ class CaptureSettings(FrozenModel):
 
 
 Settings = Annotated[
-    TrainingSettings | LivesSettings | CaptureSettings | RecoverySettings | SizingSettings, Field(discriminator="part")
+    TrainingSettings | LivesSettings | CaptureSettings | RecoverySettings | StagesSettings | SizingSettings,
+    Field(discriminator="part"),
 ]
 
 
@@ -210,79 +172,6 @@ class FlowcheckSpec(SpecWithoutWorkload):
     def title(self) -> str:
         """A short name for logs."""
         return f"flowcheck {self.part} r{self.repetition}"
-
-
-class TrainingBlock(FrozenModel):
-    """One training from its start, in one way."""
-
-    variant: Variant
-    round: int = Field(ge=0)
-    iteration_s: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
-    """Of each timed step, on rank 0."""
-    mirrored_frames: int | None = None
-    """That the mirror copied."""
-    held_step: int | None = None
-    """The newest step that the mirror node held in the end."""
-
-    @property
-    def median_s(self) -> float:
-        """Of an iteration."""
-        return statistics.median(self.iteration_s)
-
-
-class TrainingResult(FrozenModel):
-    """All blocks."""
-
-    part: Literal["training"] = "training"
-    blocks: list[TrainingBlock] = Field(min_length=1)
-    left_out: list[str] = Field(default_factory=list)
-    """Variants that could not be, and why."""
-
-
-class WatchedLife(FrozenModel):
-    """From a start to a kill."""
-
-    restored_step: int | None = Field(default=None, ge=0)
-    """None: it was the first."""
-    restore_s: float | None = Field(default=None, ge=0)
-    """From all ranks being there until the first step began; None: it was killed before."""
-    last_step: int = Field(ge=0)
-    """Updates done at its end."""
-
-
-class Window(FrozenModel):
-    """One way of training through the window."""
-
-    variant: Variant
-    lives: list[WatchedLife] = Field(min_length=1)
-    differing: int = Field(ge=0)
-    """Losses of steps done again that are other ones than before: must be none."""
-
-    @property
-    def useful_steps(self) -> int:
-        """What is left in the end."""
-        return self.lives[-1].last_step
-
-    @property
-    def lost_steps(self) -> list[int]:
-        """By kill: done before it, and not restored after it."""
-        pairs = zip(self.lives, self.lives[1:], strict=False)
-        return [before.last_step - (after.restored_step or 0) for before, after in pairs]
-
-
-class LivesResult(FrozenModel):
-    """All windows."""
-
-    part: Literal["lives"] = "lives"
-    alone: list[TrainingBlock] = Field(min_length=1)
-    """Training with nothing beside it, before and after the windows."""
-    windows: list[Window]
-    left_out: list[str] = Field(default_factory=list)
-
-    @property
-    def alone_s(self) -> float:
-        """Median iteration of training alone."""
-        return statistics.median(second for block in self.alone for second in block.iteration_s)
 
 
 class CapturePoint(FrozenModel):
@@ -376,7 +265,8 @@ class SizingResult(FrozenModel):
 
 
 Result = Annotated[
-    TrainingResult | LivesResult | CaptureResult | RecoveryResult | SizingResult, Field(discriminator="part")
+    TrainingResult | LivesResult | CaptureResult | RecoveryResult | StagesResult | SizingResult,
+    Field(discriminator="part"),
 ]
 
 
@@ -395,7 +285,7 @@ class FlowcheckRecord(Record[FlowcheckSpec]):
 
     def summary(self) -> str:
         """How much it holds."""
-        if isinstance(self.result, TrainingResult):
+        if isinstance(self.result, TrainingResult | StagesResult):
             return f"{len(self.result.blocks)} blocks, {self.wall_s:.0f} s in all"
         if isinstance(self.result, LivesResult):
             told = ", ".join(f"{window.variant} {window.useful_steps}" for window in self.result.windows)
@@ -407,10 +297,10 @@ class FlowcheckRecord(Record[FlowcheckSpec]):
     def marks(self) -> list[str]:
         """What figures mark about it."""
         if isinstance(self.result, TrainingResult) and isinstance(self.spec.settings, TrainingSettings):
-            steps = self.spec.settings.warmup + self.spec.settings.steps
-            watched = [block for block in self.result.blocks if block.variant == WATCHED]
-            late = sum(block.held_step != steps for block in watched)
-            return [f"THE MIRROR NODE DID NOT HOLD THE LAST STEP OF {late} OF {len(watched)} BLOCKS"] if late else []
+            watched = [block.held_step for block in self.result.blocks if block.variant == WATCHED]
+            return _late_mark(self.spec.settings, watched)
+        if isinstance(self.result, StagesResult) and isinstance(self.spec.settings, StagesSettings):
+            return _late_mark(self.spec.settings.training, [block.held_step for block in self.result.blocks])
         if isinstance(self.result, LivesResult):
             wrong = sum(window.differing for window in self.result.windows)
             return [f"{wrong} LOSSES OF STEPS DONE AGAIN DIFFER"] if wrong else []
@@ -418,3 +308,9 @@ class FlowcheckRecord(Record[FlowcheckSpec]):
             return []
         wrong = sum(point.differing for point in self.result.points)
         return [f"{wrong} GRADIENTS CALLED COMPLETE DIFFER FROM THE TRUE ONES"] if wrong else []
+
+
+def _late_mark(training: TrainingSettings, held: list[int | None]) -> list[str]:
+    """Said of nodes that did not hold a training's last step in the end."""
+    late = sum(step != training.warmup + training.steps for step in held)
+    return [f"THE MIRROR NODE DID NOT HOLD THE LAST STEP OF {late} OF {len(held)} BLOCKS"] if late else []

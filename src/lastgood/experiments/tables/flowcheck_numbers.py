@@ -13,6 +13,7 @@ from lastgood.experiments.formulas.mirror_node import node_need
 from lastgood.experiments.records.flowcheck import (
     ALONE,
     MIRRORED,
+    STAGES,
     WATCHED,
     CaptureResult,
     CaptureSettings,
@@ -23,6 +24,9 @@ from lastgood.experiments.records.flowcheck import (
     RecoverySettings,
     SizingResult,
     SizingSettings,
+    StageBlock,
+    StagesResult,
+    StagesSettings,
     TrainingResult,
     TrainingSettings,
     Window,
@@ -31,7 +35,7 @@ from lastgood.experiments.systems.labels import system_label
 from lastgood.mirror.odds import RingJob, chunk_copies, lost_step_probability
 from lastgood.units import GIB, format_bytes, format_seconds
 
-__all__ = ["LINK", "NUMBERS", "PUBLISHED_MEASURES", "UNRECOVERABLE", "WORDS", "Number", "watched_name"]
+__all__ = ["GAP", "LINK", "NUMBERS", "PUBLISHED_MEASURES", "UNRECOVERABLE", "WORDS", "Number", "watched_name"]
 
 Source = Literal["measured", "simulated", "formula", "model", "published"]
 UNRECOVERABLE: Final = "iterations that cannot be recovered (share)"
@@ -308,6 +312,55 @@ def _copies(ranks: int, watched: Sequence[int]) -> str:
     return ", ".join(f"{found[count]} x {count}" for count in sorted(found))
 
 
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+GAP: Final = "from step to step"
+"""Series of the time that a node has for a step."""
+_STEP: Final = "time of a step (ms)"
+_SHARE: Final = "share of the gap between steps (%)"
+
+
+def _stages_numbers(record: FlowcheckRecord) -> Iterator[Number]:
+    result = record.result
+    assert isinstance(result, StagesResult)
+    widths = sorted({block.width for block in result.blocks})
+    shares = []
+    for block in result.blocks:
+        x = float(widths.index(block.width))
+        name = f"{block.parameters / 1e6:.3g} M, width {block.width}"
+        count = block.last.steps - block.first.steps
+        for stage, seconds in block.step_s.items():
+            yield Number(_STEP, stage, "measured", name, x, 1000 * seconds, count=count)
+            shares.append(Number(_SHARE, stage, "measured", name, x, 100 * seconds / block.gap_s, count=count))
+        yield Number(_STEP, GAP, "measured", name, x, 1000 * block.gap_s, count=len(block.iteration_s))
+    yield from shares
+
+
+def _stages_words(record: FlowcheckRecord) -> str:
+    settings, result = record.spec.settings, record.result
+    assert isinstance(settings, StagesSettings) and isinstance(result, StagesResult)
+    training = settings.training
+    told = []
+    for width in settings.widths:
+        blocks = [block for block in result.blocks if block.width == width]
+        if blocks:
+            told.append(f"width {width} {statistics.median(map(_busy_share, blocks)):.2g}")
+    absent = f" Left out: {'; '.join(result.left_out)}." if result.left_out else ""
+    marks = "".join(f" {mark}." for mark in record.marks())
+    return (
+        f"The training of (a) by the width of its GPT, watched: {training.ranks} ranks and the mirror node share the "
+        f"cores of this machine. Seconds of each stage by the node's own clocks (wall clock, so waits for a core "
+        f"count), over the steps between two looks at them; line: median from one step of rank 0 to the next, "
+        f"of {training.steps}. parse: from frames to messages; extract: bytes to their places; take over: gradients "
+        f"into the shadow's slots, and the norm that they are clipped by; update: the optimizer, in a thread of its "
+        f"own. All stages together, of the gap: {', '.join(told)}.{absent}{marks}"
+    )
+
+
+def _busy_share(block: StageBlock) -> float:
+    return sum(block.step_s[name] for name in STAGES) / block.gap_s
+
+
 # -- sizing ------------------------------------------------------------------------------------------------------------
 
 LINK: Final = "link (Gbit/s)"
@@ -366,6 +419,7 @@ NUMBERS: Final[dict[str, Callable[[FlowcheckRecord], Iterable[Number]]]] = {
     "lives": _lives_numbers,
     "capture": _capture_numbers,
     "recovery": _recovery_numbers,
+    "stages": _stages_numbers,
     "sizing": _sizing_numbers,
 }
 WORDS: Final[dict[str, Callable[[FlowcheckRecord], str]]] = {
@@ -373,5 +427,6 @@ WORDS: Final[dict[str, Callable[[FlowcheckRecord], str]]] = {
     "lives": _lives_words,
     "capture": _capture_words,
     "recovery": _recovery_words,
+    "stages": _stages_words,
     "sizing": _sizing_words,
 }

@@ -17,11 +17,12 @@ from lastgood.errors import HostError
 from lastgood.mirror.capture.frames import FrameSource
 from lastgood.mirror.extract.extractor import Extractor
 from lastgood.mirror.extract.slots import Filled
+from lastgood.mirror.handover.clock import StageClock
 from lastgood.mirror.handover.extracted import pack_extracted, unpack_extracted
 from lastgood.mirror.handover.parsed import pack_parsed, unpack_parsed
 from lastgood.mirror.handover.pipe import PipeReader, PipeWriter
 from lastgood.mirror.handover.turn import Counters, Turn
-from lastgood.mirror.streams.messages import Parsed, Parser
+from lastgood.mirror.streams.messages import Parser
 
 __all__ = ["StagesBefore", "run_extract", "run_parse"]
 
@@ -33,17 +34,21 @@ _TICK_S = 0.1
 
 def run_parse(source: FrameSource, parser: Parser, out: PipeWriter, stop: threading.Event) -> Counters:
     """Parse until the source ends, or `stop` is set; what was counted. Raises as the source, and WaitTimeout."""
+    clock = StageClock()
 
     def counters() -> Counters:
-        return {"capture": source.counters(), "parse": parser.counters()}
+        return {"capture": source.counters(), "parse": {**parser.counters(), "seconds": clock.seconds}}
 
     while not stop.is_set():
         batch = source.read(_FRAMES, _TICK_S)
         if batch is None:
-            out.send(pack_parsed(parser.finish(), counters()), stop)
+            with clock:
+                parsed = parser.finish()
+            out.send(pack_parsed(parsed, counters()), stop)
             break
-        parsed = parser.feed(batch) if len(batch) else Parsed()
         if len(batch):
+            with clock:
+                parsed = parser.feed(batch)
             out.send(pack_parsed(parsed, counters()), stop)
     out.end(stop)
     return counters()
@@ -52,9 +57,11 @@ def run_parse(source: FrameSource, parser: Parser, out: PipeWriter, stop: thread
 def run_extract(pipe: PipeReader, extractor: Extractor, out: PipeWriter, stop: threading.Event) -> Counters:
     """Extract until the parser's stage ends, or `stop` is set; what was counted. Raises HostError if that one died."""
     before: Counters = {}
+    clock = StageClock()
 
     def counters() -> Counters:
-        return {**before, "extract": {**extractor.counters, **extractor.slots.counters}}
+        counted = {**extractor.counters, **extractor.slots.counters, "seconds": clock.seconds}
+        return {**before, "extract": counted}
 
     while not stop.is_set():
         message = pipe.read(_TICK_S)
@@ -63,10 +70,13 @@ def run_extract(pipe: PipeReader, extractor: Extractor, out: PipeWriter, stop: t
         if message is None:
             if pipe.writer_died:
                 raise HostError(f"{pipe.path}: its parser has died; start all stages again")
-            out.send(pack_extracted(extractor.finish(), counters(), last=True), stop)
+            with clock:
+                events = extractor.finish()
+            out.send(pack_extracted(events, counters(), last=True), stop)
             break
         parsed, before = unpack_parsed(message, str(pipe.path))
-        events = extractor.feed(parsed)
+        with clock:
+            events = extractor.feed(parsed)
         if events:
             out.send(pack_extracted(events, counters()), stop)
             for one in events:

@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 from lastgood.mirror.capture.frames import FrameSource
 from lastgood.mirror.extract.extractor import Extractor
+from lastgood.mirror.handover.clock import StageClock
 from lastgood.mirror.handover.turn import Counters, Turn
-from lastgood.mirror.streams.messages import Parser
+from lastgood.mirror.streams.messages import Parsed, Parser
 
 __all__ = ["LocalStages"]
 
@@ -24,6 +25,7 @@ class LocalStages:
         self._parser = parser
         self._extractor = extractor
         self._ended = False
+        self._parses, self._extracts = StageClock(), StageClock()
 
     def read(self, timeout_s: float) -> Turn:
         """See `Stages`."""
@@ -32,8 +34,18 @@ class LocalStages:
         batch = self._source.read(_FRAMES, timeout_s)
         if batch is None:
             self._ended = True
-            return Turn(self._extractor.feed(self._parser.finish()))
-        return Turn(self._extractor.feed(self._parser.feed(batch)) if len(batch) else [])
+            with self._parses:
+                parsed = self._parser.finish()
+            return self._extracted(parsed)
+        if not len(batch):
+            return Turn()
+        with self._parses:
+            parsed = self._parser.feed(batch)
+        return self._extracted(parsed)
+
+    def _extracted(self, parsed: Parsed) -> Turn:
+        with self._extracts:
+            return Turn(self._extractor.feed(parsed))
 
     def free(self, memory: npt.NDArray[np.uint8]) -> None:
         """See `Stages`."""
@@ -43,8 +55,12 @@ class LocalStages:
         """See `Stages`."""
         return {
             "capture": self._source.counters(),
-            "parse": self._parser.counters(),
-            "extract": {**self._extractor.counters, **self._extractor.slots.counters},
+            "parse": {**self._parser.counters(), "seconds": self._parses.seconds},
+            "extract": {
+                **self._extractor.counters,
+                **self._extractor.slots.counters,
+                "seconds": self._extracts.seconds,
+            },
         }
 
     def close(self) -> None:

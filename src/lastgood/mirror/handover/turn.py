@@ -35,7 +35,7 @@ class Stages(Protocol):
         """A buffer is read."""
 
     def counters(self) -> Counters:
-        """What each stage counted."""
+        """What each stage counted, and the `seconds` that it worked (`clock.StageClock`)."""
 
     def close(self) -> None:
         """Give everything back; safe to call twice."""

@@ -155,8 +155,16 @@ class MirrorNode:
             durable=tuple(saved.step for saved in held.durable),
             blind="" if follower.blind is None else str(follower.blind),
             ranks=() if follower.learned is None else follower.learned.ranks,
-            counters=self._pipeline.counters(),
+            counters={**self._pipeline.counters(), "update": self._update_counters()},
         )
+
+    def _update_counters(self) -> dict[str, float]:
+        """Of the optimizer's thread; `waited`: of the node's own seconds, those in which a slot was waited for."""
+        body = self.service.core.body
+        with body.change:
+            done, receiver = body.counters, body.receiver
+            waited = receiver.counters().get("waited", 0.0) if receiver is not None else 0.0
+            return {"seconds": done.optimizer_s, "steps": done.applied_iterations, "waited": waited}
 
     def _say(self, stands: Stands | None = None) -> None:
         self._said = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from lastgood.mirror.handover.clock import StageClock
 from lastgood.mirror.handover.turn import Counters, Stages
 from lastgood.mirror.node.follower import Follower
 
@@ -24,13 +25,16 @@ class Pipeline:
         self._stages = stages
         self._follower = follower
         self._each = each
+        self._takes = StageClock()
 
     def run(self, stop: threading.Event) -> bool:
         """Follow until the stages end or `stop` is set; whether they ended. Raises CheckpointError as they do."""
         while not stop.is_set():
             turn = self._stages.read(_TICK_S)
             self._follower.ended = turn.last
-            for memory in self._follower.hear(turn.events):
+            with self._takes:
+                read = self._follower.hear(turn.events)
+            for memory in read:
                 self._stages.free(memory)
             if turn.last:
                 return True
@@ -39,4 +43,4 @@ class Pipeline:
 
     def counters(self) -> Counters:
         """What each stage counted."""
-        return {**self._stages.counters(), "node": dict(self._follower.counters)}
+        return {**self._stages.counters(), "node": {**self._follower.counters, "seconds": self._takes.seconds}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -52,7 +52,7 @@ class MirrorReceiver:
         self._ended = False
         self._begun = 0
         """Incarnations that have begun here."""
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, float] = defaultdict(float)
 
     def put(self, iteration: int, index: int, gradient: torch.Tensor, timeout_s: float) -> None:
         """Write a parameter's gradient of an iteration, cast as DDP casts it; the bucket is held once all are there.
@@ -65,6 +65,7 @@ class MirrorReceiver:
         deadline = time.monotonic() + timeout_s
         with self._change:
             begun = self._begun
+            began = time.monotonic()
             while not self._has_room(window, iteration):
                 if self._ended or time.monotonic() > deadline:
                     raise WaitTimeout(
@@ -74,6 +75,7 @@ class MirrorReceiver:
                 self._change.wait(0.05)
                 if self._begun != begun:
                     raise MismatchError(f"iteration {iteration} is of an incarnation that is over")
+            self._counters["waited"] += time.monotonic() - began
             if window.first is not None and iteration < window.first:
                 return  # it is applied already
             place = self._layout.buckets[bucket].parameters.index(index)
