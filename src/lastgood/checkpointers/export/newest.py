@@ -12,6 +12,7 @@ from lastgood.checkpointers.export.whole_job import export_job
 from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.ranks.opened import open_job
 from lastgood.checkpointers.slots.contents import read_blocks, read_layout
+from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.errors import NoCheckpoint
 from lastgood.state import unflatten
 
@@ -19,14 +20,18 @@ __all__ = ["read_newest"]
 
 
 def read_newest(folder: Path, known: int | None) -> tuple[int, Mapping[str, Any]] | None:
-    """Step and state of the newest good checkpoint that `lastgood export` would take; None if it is of step `known`.
+    """Step and state of the newest good checkpoint; None if it is of step `known`, or if there is none.
 
-    None if there is none. Raises CheckpointError for what cannot be read.
+    Read are what `lastgood export` takes, and the files of systems that use torch.save (sync, CheckFreq). Raises
+    CheckpointError for what cannot be read.
     """
     job = open_job(folder)
     try:
         if job.several:
             return _of_ranks(folder, known)
+        files = TorchFiles(folder, keep=1)  # nothing is written, so nothing is dropped
+        if files.steps():
+            return _of_files(files, known)
         view = job.views[0]
         book = view.book()
         info = next((one for one in view.committed() if not book.is_bad(one.sequence)), None)
@@ -38,6 +43,13 @@ def read_newest(folder: Path, known: int | None) -> tuple[int, Mapping[str, Any]
         return info.step, unflatten(layout, blocks, f"{info.path}: step {info.step}")
     except NoCheckpoint:
         return None
+
+
+def _of_files(files: TorchFiles, known: int | None) -> tuple[int, Mapping[str, Any]] | None:
+    if files.steps()[0] == known:
+        return None
+    step, tree, _, _ = files.read(None)
+    return None if step == known else (step, tree)  # the newest one may be damaged
 
 
 def _of_ranks(folder: Path, known: int | None) -> tuple[int, Mapping[str, Any]] | None:

@@ -50,7 +50,7 @@ class Resync:
             found = self._read(self._folder, self._tried)
             if found is None:
                 if self._tried is None:
-                    self._tell(f"{self._folder} has no checkpoint of PCcheck's slots or of several ranks yet")
+                    self._tell(f"{self._folder} has no checkpoint yet: no slots, no ranks' folders, no checkpoint-*.pt")
                 return None
             step, tree = found
             given = given_state(layout, tree, step, f"{self._folder}, step {step}")
