@@ -11,8 +11,10 @@ from lastgood.checkpointers.shadows.restore import read_token
 from lastgood.cli import _mirror_node, mirror_run
 from lastgood.errors import CheckpointError
 from lastgood.mirror.job.describe import describe
+from lastgood.mirror.job.description import Backend
 from lastgood.mirror.job.factory import Training
 from lastgood.mirror.node.layout import NodeLayout
+from lastgood.mirror.node.stages import conversation_for
 from lastgood.tokens import read_token as read_token_file
 from tests.suggestions.following import advice, follows, refusal
 
@@ -70,3 +72,17 @@ def test_a_mirror_node_takes_an_interface_or_a_file(tmp_path):
 def test_a_watched_host_is_an_address_or_a_known_name():
     advice(refusal(lambda: _mirror_node.watched_addresses(["no-such-host.invalid"])), "neither an address")
     assert _mirror_node.watched_addresses(["10.0.0.1"]) == ["10.0.0.1"]
+
+
+@follows("NCCL's traffic itself shows which rank is watched; leave =RANK out")
+def test_a_rank_is_given_where_the_traffic_does_not_show_it():
+    model = torch.nn.Linear(2, 2)
+    training = Training(model, torch.optim.SGD(model.parameters(), 0.1))
+    job = describe(training, ranks=2, backend=Backend(kind="nccl", version="2.28"))
+    watch = ["10.0.0.1=1"]
+    assert _mirror_node.watched_addresses(watch) == ["10.0.0.1"]
+    ranks = _mirror_node.watched_ranks(watch)
+    assert ranks == {"10.0.0.1": 1}
+    advice(refusal(lambda: conversation_for(job, ["10.0.0.1"], ranks)), "leave =RANK out")
+    assert conversation_for(job, ["10.0.0.1"], _mirror_node.watched_ranks(["10.0.0.1"]))
+    assert "HOST=RANK" in refusal(lambda: _mirror_node.watched_ranks(["10.0.0.1=first"]))

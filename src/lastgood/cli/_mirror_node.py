@@ -35,6 +35,7 @@ __all__ = [
     "Watch",
     "serve_node",
     "watched_addresses",
+    "watched_ranks",
 ]
 
 _STATE_BYTES = 1 << 40
@@ -42,7 +43,10 @@ _STATE_BYTES = 1 << 40
 Job = Annotated[Path, typer.Option(help="What `lastgood mirror describe` wrote.")]
 Directory = Annotated[Path, typer.Option("--dir", help="Folder of the node: its lock, status and spills.")]
 Watch = Annotated[
-    list[str], typer.Option(help="Host or address whose port is mirrored; again for each, as the ranks' own ones.")
+    list[str],
+    typer.Option(
+        metavar="HOST[=RANK]", help="Host or address whose port is mirrored; again for each, as the ranks' own ones."
+    ),
 ]
 Listen = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0: a free one.")]
 TokenFile = Annotated[
@@ -142,7 +146,19 @@ def serve_node(
 
 def watched_addresses(watch: list[str]) -> list[str]:
     """Of watched hosts: as written, of a node of the testbed, or as this machine resolves them. Raises ConfigError."""
-    return [_address(one) for one in watch]
+    return [_address(one.partition("=")[0]) for one in watch]
+
+
+def watched_ranks(watch: list[str]) -> dict[str, int]:
+    """Ranks of watched addresses, of those that say it as HOST=RANK. Raises ConfigError."""
+    found = {}
+    for one in watch:
+        host, sign, rank = one.partition("=")
+        if sign and not (rank.isdecimal() and len(rank) < 8):
+            raise ConfigError(f"--watch {one}: it is HOST, or HOST=RANK with the rank of the process there")
+        if sign:
+            found[_address(host)] = int(rank)
+    return found
 
 
 def _host_port(option: str, text: str) -> tuple[str, int]:

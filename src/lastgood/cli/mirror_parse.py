@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lastgood.cli._mirror_node import Job, Watch, watched_addresses
+from lastgood.cli._mirror_node import Job, Watch, watched_addresses, watched_ranks
 from lastgood.cli._mirror_stages import (
     EXTRACTED_RING,
     MOST_MESSAGE_BYTES,
@@ -99,7 +99,8 @@ def extract(
         reader = stack.enter_context(closing(PipeReader(ring, PARSED, most_bytes=MOST_MESSAGE_BYTES, wait_s=RING_S)))
         writer = stack.enter_context(closing(PipeWriter(out, nbytes, EXTRACTED, patience_s=patience)))
         console.print(f"mirror extract: watches {', '.join(watched)}; gradients go to {out}; end it with Ctrl-C")
-        print_line(run_extract(reader, extractor_for(described, watched, NodeSettings()), writer, stop))
+        extractor = extractor_for(described, watched, NodeSettings(), watched_ranks(watch))
+        print_line(run_extract(reader, extractor, writer, stop))
 
 
 def _source(ring: Path | None, pcap: Path | None) -> FrameSource:

@@ -58,13 +58,13 @@ def run(
 
     if sum(given is not None for given in (interface, pcap, ring)) != 1:
         raise ConfigError("name one of --interface, --pcap and --ring")
-    watched = node.watched_addresses(watch)
+    watched, ranks = node.watched_addresses(watch), node.watched_ranks(watch)
     ring_bytes = option_bytes("--kernel-ring", kernel_ring)
 
     def stages(described: JobDescription, settings: NodeSettings) -> Stages:
         from lastgood.mirror.node.stages import local_stages
 
-        return local_stages(_source(interface, pcap, ring, ring_bytes), described, watched, settings)
+        return local_stages(_source(interface, pcap, ring, ring_bytes), described, watched, settings, ranks)
 
     node.serve_node(
         job,

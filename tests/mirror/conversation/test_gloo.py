@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lastgood.mirror.conversation.gloo import GlooConversation
 from lastgood.mirror.conversation.places import Buckets, Closed, Incarnation, LostStep
+from lastgood.mirror.job.ddp import likely_buckets
 from lastgood.mirror.job.description import DdpSettings, JobDescription
 from tests.mirror.support.ddp_life import Life
 from tests.mirror.support.gloo_sends import Sent, heads
@@ -205,22 +206,33 @@ def test_lost_heads_never_give_a_wrong_place(
     seed: int, ranks: int, batch: int, length: int, buffers: bool, both: bool, strangers: float
 ) -> None:
     life = Life(small_job(ranks=ranks, buffers=buffers), steps=8, seed=seed, strangers=strangers)
-    found = watcher(life, [0], ranks=hint(life, [0]))
     sents = heads(life, seed)
     chance = random.Random(seed)
-    seen = [one for one in sents if found.seen(one)]
+    seen = [one for one in sents if 0 in (one.source, one.destination)]
     at = chance.randrange(len(seen) - 1)
     if not both:
         way = (seen[at].source, seen[at].destination)
         seen = [one for one in seen if (one.source, one.destination) == way or len(seen) < 2]
         at = chance.randrange(len(seen))
     gone = seen[at : at + length]
-    for begin in range(0, len(sents), batch):
-        found.batch(sents[begin : begin + batch], gone=gone)
-    found.finish()
+
+    def run_with(relative: bool) -> Watcher:
+        conversation = GlooConversation(life.job, [address(0)], ranks=hint(life, [0]))
+        made = Watcher(conversation, life, [0], relative=relative)
+        for begin in range(0, len(sents), batch):
+            made.batch(sents[begin : begin + batch], gone=gone)
+        made.finish()
+        return made
+
+    found = run_with(relative=False)
+    late = not all(one.complete for one in found.of(Incarnation))
+    if late:  # the start is gone: steps have numbers of their own
+        found = run_with(relative=True)
     lost = found.lost_steps()
     for said, _ in found.wrong:
-        assert said[1] in lost, (said, lost)
+        assert said[1] - (found.shift or 0) in lost, (said, lost)
+    if late:
+        return
     concerned = concerned_steps(life, gone)
     if not strangers and len(set(bucket_sizes_of(life))) == len(life.buckets):
         told = lost | found.gaps("gradient")
@@ -253,12 +265,14 @@ def concerned_steps(life: Life, gone: list[Sent]) -> set[int]:
 
 
 def test_a_capture_that_begins_in_the_middle_says_so_and_waits_for_a_restart() -> None:
-    life = Life(small_job(), steps=6)
+    life = Life(small_job(), steps=40, rebuilt=((1, 0), (3, 2)))
     found = watcher(life, [0])
     sents = heads(life)
-    found.batch(sents[len(sents) // 2 :], late=True)
+    for at in range(len(sents) // 2, len(sents), 40):
+        found.batch(sents[at : at + 40], late=True)
     assert [one.complete for one in found.of(Incarnation)] == [False]
-    assert found.lost_steps() == {0}
+    assert found.lost_steps() == {0, 1}
+    assert any("in the buckets that DDP's rule makes" in one.why for one in found.of(LostStep))
     assert found.whole_steps() == set()
     again = Watcher(found.conversation, Life(life.job, steps=3, seed=5), [0], first_flow=100)
     again.batch(heads(again.life, 1))
@@ -280,6 +294,74 @@ def test_a_late_capture_that_knows_the_buckets_numbers_the_steps(ranks: int, buf
     assert found.wrong == []
     assert found.whole_steps() >= {7, 8}
     assert min(found.whole_steps()) > 3
+
+
+LATE = {
+    "plain": {},
+    "unused": {"ddp": DdpSettings(find_unused_parameters=True, first_cap=1024, cap=2048)},
+    "caps": {"ddp": DdpSettings(first_cap=1024, cap=2048)},
+    "caps, no buffers": {"ddp": DdpSettings(first_cap=1024, cap=2048), "buffers": False},
+    "one bucket, no buffers": {"buffers": False},
+    "static": {"ddp": DdpSettings(static_graph=True, first_cap=1024, cap=2048)},
+    "bf16": {"ddp": DdpSettings(hook="bf16", first_cap=1024, cap=2048)},
+}
+
+
+def late(life: Life, sents: list[Sent], batch: int) -> Watcher:
+    """All of a life that comes after a cut; only the watched rank's number is known."""
+    ranks = {address(0): 0}
+    found = Watcher(GlooConversation(life.job, [address(0)], ranks=ranks), life, [0], relative=True)
+    for at in range(0, len(sents), batch):
+        found.batch(sents[at : at + batch], late=True)
+    found.finish()
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.integers(2, 3),
+    cut=st.floats(0.15, 0.6),
+    name=st.sampled_from(sorted(LATE)),
+    batch=st.integers(5, 60),
+)
+def test_a_late_capture_finds_where_a_step_begins(seed: int, ranks: int, cut: float, name: str, batch: int) -> None:
+    """Whatever came before it, strangers too: steps have numbers of their own, in order, nothing is placed wrong."""
+    job = small_job(ranks=ranks, **LATE[name])
+    life = Life(job, steps=14, seed=seed, strangers=0.05, stranger_sizes=(12,), rebuilt=likely_buckets(job))
+    sents = heads(life, seed)
+    found = late(life, sents[max(1, int(cut * len(sents))) :], batch)
+    assert [one.complete for one in found.of(Incarnation)] == [False]
+    assert found.wrong == []
+    whole = sorted(found.whole_steps())
+    if not any(one.label is None for one in life.collectives[len(life.collectives) // 3 :]):
+        # Without strangers all steps are there from where it was found on, one after another.
+        assert len(whole) >= 3, (found.events[:20], found.shift)
+        assert found.shift is not None
+        assert set(range(whole[0], whole[-1] + 1)) - set(whole) <= found.lost_steps()
+        assert whole[-1] + found.shift >= life.steps - 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_late_capture_learns_its_rank_from_sizes(ranks: int) -> None:
+    job = small_job((71, 305, 50, 1201), ranks=ranks, ddp=DdpSettings(first_cap=1024, cap=2048))
+    life = Life(job, steps=12, seed=3, rebuilt=likely_buckets(job))
+    sents = heads(life, 3)
+    found = Watcher(GlooConversation(job, [address(0)]), life, [0], relative=True)
+    for at in range(len(sents) // 3, len(sents), 30):
+        found.batch(sents[at : at + 30], late=True)
+    found.finish()
+    assert found.wrong == []
+    assert found.ranks[address(0)] == 0
+    assert len(found.whole_steps()) >= 4
+
+
+def test_a_late_capture_of_steps_with_several_reductions_says_that_it_cannot_tell() -> None:
+    life = Life(small_job(reductions_per_step=2), steps=8)
+    sents = heads(life)
+    found = late(life, sents[len(sents) // 3 :], 40)
+    assert any("several reductions" in one.why for one in found.of(LostStep))
+    assert found.whole_steps() == set()
 
 
 @settings(max_examples=30, deadline=None)

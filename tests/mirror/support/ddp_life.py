@@ -46,6 +46,8 @@ class Life:
     stranger_sizes: tuple[int, ...] = (4, 8)
     joins: bool = False
     evaluates: bool = False
+    rebuilt: tuple[tuple[int, ...], ...] = ()
+    """The rebuilt buckets; any, if none are given."""
     collectives: list[Collective] = field(default_factory=list)
     buckets: list[list[int]] = field(default_factory=list)
     """The rebuilt ones."""
@@ -59,7 +61,7 @@ class Life:
         if self.strangers:
             self._add("allreduce", 4, 4, None)
         first = self._first_buckets()
-        self.buckets = self._shuffled_buckets()
+        self.buckets = [list(one) for one in self.rebuilt] or self._shuffled_buckets()
         rebuilt_at = None
         if not (self.job.ddp.find_unused_parameters and not self.job.ddp.static_graph):
             rebuilt_at = 2 if self.job.ddp.static_graph else 1

@@ -82,11 +82,20 @@ def skipping_training(hook: str = "") -> Training:
     return Training(model, torch.optim.AdamW(model.parameters(), lr=0.01), ddp={"find_unused_parameters": True})
 
 
+def twins_training(hook: str = "") -> Training:
+    """Two parameters of one size; no state but the weights."""
+    torch.manual_seed(11)
+    layers = [torch.nn.Linear(6, 6, bias=False), torch.nn.Tanh(), torch.nn.Linear(6, 6, bias=False), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.05), ddp={"hook": hook} if hook else {})
+
+
 MODELS = {
     "norm": norm_training,
     "adamw": adamw_training,
     "scaled": scaled_training,
     "skipping": skipping_training,
+    "twins": twins_training,
 }
 
 

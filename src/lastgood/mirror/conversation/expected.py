@@ -130,6 +130,17 @@ class CollectiveSequence:
         if self._at == len(self._open):
             self._close(item.group)
 
+    def assume(self, buckets: Buckets) -> int:
+        """Go on in the steady state, of which nothing was seen: a step begins, and gradients come in these buckets.
+
+        Returns its number: the first that it can be, since how many there were before is not known.
+        """
+        self.buckets, self.reduction = buckets, max(1, self._rebuild_after or 1)
+        self._rebuilt = self._assumed = True
+        self._open, self._at = [], 0
+        self._buffers_ready, self._buffers_first = not self.buffers, False
+        return self.step
+
     def give_up(self) -> list[Item]:
         """The open group did not go on: its collectives were strangers. They are returned; the group may come again."""
         found, self._at = self._open[: self._at], 0

@@ -7,12 +7,14 @@ the step.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, Literal
 
 from lastgood.mirror.conversation.expected import Buckets, CollectiveSequence, Item, shapes_difference
 from lastgood.mirror.conversation.gloo_flow import UNKNOWN, GlooFlow
+from lastgood.mirror.conversation.gloo_late import LateStart
 from lastgood.mirror.conversation.gloo_tags import (
     OPERATIONS,
     Lookalikes,
@@ -36,6 +38,7 @@ from lastgood.mirror.conversation.places import (
 )
 from lastgood.mirror.conversation.places import Buckets as BucketsEvent
 from lastgood.mirror.conversation.ranks import RankFinder
+from lastgood.mirror.job.ddp import likely_buckets
 from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.streams.messages import DATA, READY_TO_RECEIVE, READY_TO_SEND, Flow
 
@@ -85,7 +88,10 @@ class GlooLife:
         self._ended = False
         self.started = False
         """Whether it is the training's: its steps are told."""
+        self._known = known
         self._late: bool | None = None
+        self._late_start: LateStart | None = None
+        """While it is looked for where a step begins."""
         self._wrong: str | None = None
         """What is not as described in the start that is seen now."""
         self._strangers = 0
@@ -207,7 +213,7 @@ class GlooLife:
     # -- tags in order ---------------------------------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        while self.dead is None:
+        while self.dead is None and (self._late_start is None or self._found_step(self._late_start)):
             known = self._tags.get(self._next)
             if known is None or (known.op is not None and not known.sizes):
                 if not self._is_missing(known):
@@ -397,9 +403,40 @@ class GlooLife:
         if self._late is None:
             self._late = self.started = self._begun(self, False)
             self._lose(0, "gradients", "the capture began in the middle of the training")
-        known = self._sequence.has_known and self._late
+            if self._late and self._known is None:
+                self._look_for_step()
+        known = self._known is not None and self._late
         self._unsure = self._crossed = self._unsure or known
         return known
+
+    def _look_for_step(self) -> None:
+        """From here on only where a step begins matters."""
+        if self._job.reductions_per_step > 1:
+            why = "a step has several reductions, so where one begins cannot be told"
+            self._lose(1, "gradients", why)
+            self._die(why)
+            return
+        steady = copy.copy(self._sequence)
+        steady.assume(likely_buckets(self._job))
+        self._late_start = LateStart(steady.cycle(), self._fits)
+
+    def _found_step(self, late: LateStart) -> bool:
+        """Whether the conversation goes on, at the first collective of a step."""
+        first = late.look(self._tags, self._highest)
+        if late.why:
+            self._late_start = None
+            self._lose(1, "gradients", late.why)
+            self._die(late.why)
+        if first is None or self.dead is not None:
+            return False
+        self._late_start = None
+        for tag in [tag for tag in self._open if tag < first]:
+            del self._tags[tag], self._open[tag]
+        self._next = first
+        begins = self._sequence.assume(likely_buckets(self._job))
+        for step in range(begins):
+            self._lose(step, "gradients", "the capture began in the middle of the training")
+        return True
 
     def _jump(self, tag: int) -> bool:
         """A tag far ahead: all before it is missing. Returns whether the conversation goes on."""
@@ -525,7 +562,7 @@ class GlooLife:
         if item is not None and item.group == "gradients":
             self._lookalikes.ended(item)
             if item.kind != "other" and not self.ranks.known():
-                self._lose(item.step, "gradients", "no size has shown which rank is watched: it must be given")
+                self._lose(item.step, "gradients", "no size shows which rank is watched, nor is it said (HOST=RANK)")
         if known.collective >= 0 and known.item is not None and known.item.kind != "other":
             self._emit(Closed(known.collective))
         self._closed.append(tag)

@@ -74,7 +74,11 @@ class Incarnation:
     number: int
     """From 0, for each start that was seen."""
     complete: bool
-    """Whether it was seen from its first collective on: then its parameters come, and its steps are numbered."""
+    """Whether it was seen from its first collective on: then its parameters come, and its steps are numbered.
+
+    Otherwise steps have numbers of their own, in order, once it is found where one begins: nothing says how many there
+    were before, nor (but for their sizes) whether the buckets are the right ones.
+    """
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Buckets:
     step: int
     buckets: tuple[tuple[int, ...], ...]
     rebuilt: bool
-    """Whether they came over the wire; False: DDP's first ones, by its rule."""
+    """Whether they came over the wire; False: those that DDP's rule makes, first ones or (after a late start) later."""
 
 
 @dataclass(frozen=True)

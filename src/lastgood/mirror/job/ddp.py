@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 from lastgood.mirror.job.description import ITEM_BYTES, DdpSettings, JobDescription, TensorInfo
 
-__all__ = ["assign", "bucket_bytes", "coalesced", "initial_buckets", "rebuilds"]
+__all__ = ["assign", "bucket_bytes", "coalesced", "initial_buckets", "likely_buckets", "rebuilds"]
 
 
 def assign(sizes: Sequence[int], kinds: Sequence[Hashable], limits: Sequence[int]) -> list[list[int]]:
@@ -43,11 +43,29 @@ def initial_buckets(job: JobDescription) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in reversed(groups))
 
 
+def likely_buckets(job: JobDescription) -> tuple[tuple[int, ...], ...]:
+    """The buckets of later steps, for a capture that has not seen them: indices into the trainable parameters.
+
+    Certain if buckets are never rebuilt. Otherwise those that gradients make which become ready in the reverse order of
+    the module's parameters, as they do in most models; sizes can contradict them, and only the bits of two states
+    prove them.
+    """
+    if not rebuilds(job.ddp):
+        return initial_buckets(job)
+    order = list(reversed(range(len(job.trainable))))
+    tensors = [job.parameters[job.trainable[one]] for one in order]
+    limits = job.ddp.cap_list or _caps(job.ddp)
+    groups = assign([one.nbytes for one in tensors], [one.dtype for one in tensors], limits)
+    return tuple(tuple(order[place] for place in group) for group in groups)
+
+
 def _limits(ddp: DdpSettings) -> Sequence[int]:
     if ddp.cap_list:
         return ddp.cap_list
-    if ddp.static_graph or not ddp.find_unused_parameters:
-        return (sys.maxsize,)
+    return (sys.maxsize,) if rebuilds(ddp) else _caps(ddp)
+
+
+def _caps(ddp: DdpSettings) -> Sequence[int]:
     return (ddp.first_cap, ddp.cap) if ddp.first_cap < ddp.cap else (ddp.cap,)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ from lastgood.mirror.extract.extractor import Extracted
 from lastgood.mirror.extract.slots import Filled, Gone
 from lastgood.mirror.job.description import JobDescription
 from lastgood.mirror.node.held import find_held, held_side, next_incarnation, updates_made
+from lastgood.mirror.node.late import LateStates
 from lastgood.mirror.node.layout import NodeLayout
 from lastgood.mirror.node.life import Life, Start
 from lastgood.mirror.node.link import Ear
@@ -41,13 +42,14 @@ from lastgood.mirror.node.settings import NodeSettings
 from lastgood.mirror.node.states import GivenState
 from lastgood.mirror.node.steps import Steps
 from lastgood.mirror.node.twin import Twin
-from lastgood.mirror.node.weights import Broadcast, frozen_of, in_memory_order, initial_tensors
+from lastgood.mirror.node.weights import Broadcast, frozen_of, initial_tensors, weights_of
 
 __all__ = ["Blind", "Follower"]
 
 _log = logging.getLogger("lastgood.mirror")
 
 Buffer = npt.NDArray[np.uint8]
+_LATE = "the capture began in the middle of an incarnation of the training"
 _MOST_BUFFERS = 64
 """Steps whose buffers are kept: several may begin in one batch of packets."""
 
@@ -94,6 +96,7 @@ class Follower:
         self._frozen: dict[str, torch.Tensor] = {}
         self._static_absent: frozenset[int] = frozenset()
         self._given: GivenState | None = None
+        self._late = LateStates(self.layout, map_seen=True)
         self.blind: Blind | None = None
         self.refused: str | None = None
         """The traffic is not that of the job description."""
@@ -158,19 +161,20 @@ class Follower:
         self._buffers.clear()
         self._log.clear()
         self._base = self._unsided = self._given = None
+        self._late = LateStates(self.layout, map_seen=event.complete)
         self._static_absent = frozenset()
         self.blind = None
         _log.info("incarnation %d of the training begins", event.number)
         if not event.complete:
             self._initial = None
-            self._go_blind(None, "the capture began in the middle of an incarnation of the training")
+            self._go_blind(None, _LATE)
 
     def _initial_complete(self, initial: Broadcast) -> None:
         """The first broadcasts are over: find what they are the state of."""
         self._initial = None
         tensors = initial.tensors
         self._frozen = frozen_of(self.job, tensors)
-        weights = self._weights(tensors)
+        weights = weights_of(self.layout, tensors)
         core, body = self._core, self._core.body
         with body.change:
             number = body.state.incarnation
@@ -190,6 +194,7 @@ class Follower:
                 "the weights that the training began with are those of no step that is held here, so the optimizer's "
                 "state is not known",
             )
+            self._late.began_with(weights)
             return
         self._twin.begin(None, {})
         self._begin_at(number, Start(0, False, {(index, PARAMETER): one for index, one in weights.items()}))
@@ -204,16 +209,6 @@ class Follower:
             self._go_blind(start.iteration + 1, why)
             return
         self._catch_up(logged)
-
-    def _weights(self, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """By layout index, in memory order."""
-        found = {}
-        for index, parameter in enumerate(self.job.optimized):
-            info = self.job.parameters[parameter]
-            declared = self.layout.gradients.parameters[index]
-            memory = in_memory_order(tensors[info.name], info.order)
-            found[index] = memory.view(getattr(torch, info.dtype)).view(declared.shape)
-        return found
 
     def _holds_something(self) -> bool:
         status = self._core.status()
@@ -373,6 +368,8 @@ class Follower:
         self._steps.skip_to(step + 1)
         if self.blind is None:
             self._go_blind(None if self._base is None else self._iteration_of(step), why)
+        elif self.blind.why.startswith(_LATE) and step > 0:
+            self.blind = Blind(None, f"{_LATE}; then: {why}")
 
     def _go_blind(self, since: int | None, why: str) -> None:
         if self.blind is None:
@@ -400,8 +397,11 @@ class Follower:
 
     def _try_given(self) -> None:
         given = self._given
-        if given is None or self.blind is None or self._base is None or self.refused is not None:
+        if given is None or self.blind is None or self.refused is not None:
             return
+        if self._base is None and not self._late_base(given):
+            return
+        assert self._base is not None
         step = given.iteration - self._base
         if step > self._steps.following:
             return  # it is of a step that is not seen yet
@@ -411,6 +411,18 @@ class Follower:
             _log.warning("the state of step %d is of no use: gradients that followed it are lost", given.iteration)
             return
         self._resync(given, logged)
+
+    def _late_base(self, given: GivenState) -> bool:
+        """Whether the gradients that passed prove which step a state is of, since nothing else tells."""
+        if self._initial is not None or self._life is not None:
+            return False
+        step = self._late.step_after(given, self._log, self._steps.following)
+        if step is None:
+            if not self._late.waits:
+                self._given = None
+            return False
+        self._base = given.iteration - step
+        return True
 
     def _resync(self, given: GivenState, logged: list[LoggedStep]) -> None:
         core = self._core
@@ -461,6 +473,11 @@ class Follower:
     def waits_for_state(self) -> bool:
         """Whether a state that was given waits for its step."""
         return self._given is not None
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether a state may make it see again."""
+        return self.blind is not None and not self.waits_for_state and not self._late.gave_up
 
     @property
     def following(self) -> bool:

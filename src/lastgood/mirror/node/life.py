@@ -23,7 +23,7 @@ from lastgood.mirror.node.layout import NodeLayout
 from lastgood.mirror.node.link import Ear, LocalLink, local_link_maker
 from lastgood.mirror.node.receiver import MirrorReceiver
 
-__all__ = ["Life", "Start"]
+__all__ = ["Life", "Start", "bucket_state"]
 
 _log = logging.getLogger("lastgood.mirror")
 
@@ -99,7 +99,7 @@ class Life:
         if self._start.adopt:
             raise CheckpointError(f"bucket {bucket} lost its value, and nobody can give it again")
         entries, blocks = [], []
-        for index, key, tensor in self._state_of(bucket):
+        for index, key, tensor in bucket_state(self._layout, bucket, self._start.tensors):
             dtype = str(tensor.dtype).removeprefix("torch.")
             entries.append(
                 Entry(parameter=index, key=key, dtype=dtype, shape=tuple(tensor.shape), nbytes=tensor.nbytes)
@@ -107,12 +107,6 @@ class Life:
             blocks.append(tensor.reshape(-1).view(torch.uint8))
         memory = torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.uint8)
         return BucketCopy(bucket, self._start.iteration, tuple(entries), memory)
-
-    def _state_of(self, bucket: int) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for index in self._layout.gradients.buckets[bucket].parameters:
-            keys = sorted(key for one, key in self._start.tensors if one == index and key != PARAMETER)
-            for key in (PARAMETER, *keys):
-                yield index, key, self._start.tensors[index, key]
 
     # -- iterations ------------------------------------------------------------------------------------------------
 
@@ -174,3 +168,13 @@ class Life:
     def close(self) -> None:
         """End it; what the shadow holds stays."""
         self._conductor.close()
+
+
+def bucket_state(
+    layout: NodeLayout, bucket: int, tensors: Mapping[tuple[int, str], torch.Tensor]
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """What of a state (as `Start` has it) is a bucket's: layout index, key and tensor, in the order of seeds."""
+    for index in layout.gradients.buckets[bucket].parameters:
+        keys = sorted(key for one, key in tensors if one == index and key != PARAMETER)
+        for key in (PARAMETER, *keys):
+            yield index, key, tensors[index, key]

@@ -57,6 +57,10 @@ class GradientLog:
         for one in [one for one in self._steps if one <= step]:
             self._drop(one)
 
+    def finished(self) -> frozenset[int]:
+        """Steps that are here completely."""
+        return frozenset(step for step, one in self._steps.items() if one.finished)
+
     def since(self, step: int, until: int) -> list[LoggedStep] | None:
         """The steps from `step` to before `until`, in order; None if one of them is not here completely."""
         found = [self._steps.get(one) for one in range(step, until)]

@@ -112,7 +112,7 @@ class MirrorNode:
     def _each(self) -> None:
         now = time.monotonic()
         stands = self._stands()
-        if stands == "blind" and self._resync is not None:
+        if stands == "blind" and self._resync is not None and not self.follower.waits_for_state:
             given = self._resync.look(self.follower.layout)
             if given is not None:
                 self.follower.give(given)
@@ -122,7 +122,7 @@ class MirrorNode:
             self._say()
 
     def _hear_agent(self, door: AgentDoor, *, blind: bool) -> None:
-        if blind and not self.follower.waits_for_state and door.connected:
+        if blind and self.follower.wants_state and door.connected:
             door.ask(str(self.follower.blind))
         while (event := door.poll()) is not None:
             if isinstance(event, StateArrived):

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from lastgood._lazy import torch
 from lastgood.mirror.conversation.places import Expect
 from lastgood.mirror.job.description import JobDescription, TensorInfo
+from lastgood.mirror.node.layout import NodeLayout
 
-__all__ = ["Broadcast", "frozen_of", "in_memory_order", "initial_tensors"]
+__all__ = ["Broadcast", "frozen_of", "in_memory_order", "initial_tensors", "weights_of"]
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -53,3 +54,14 @@ def frozen_of(job: JobDescription, tensors: Mapping[str, torch.Tensor]) -> dict[
     """The parameters that no optimizer updates."""
     updated = {job.parameters[one].name for one in job.optimized}
     return {one.name: tensors[one.name] for one in job.parameters if one.name not in updated}
+
+
+def weights_of(layout: NodeLayout, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The parameters that an optimizer updates, by layout index, each in memory order."""
+    found = {}
+    for index, parameter in enumerate(layout.job.optimized):
+        info = layout.job.parameters[parameter]
+        declared = layout.gradients.parameters[index]
+        memory = in_memory_order(tensors[info.name], info.order)
+        found[index] = memory.view(getattr(torch, info.dtype)).view(declared.shape)
+    return found
