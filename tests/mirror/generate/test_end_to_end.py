@@ -21,10 +21,10 @@ ELEMENTS = (70, 300, 50, 1200)
 CAPS = {"first_cap": 1024, "cap": 4096}
 
 
-def job_of(ranks: int, wire: Wire) -> JobDescription:
+def job_of(ranks: int, wire: Wire, elements: tuple[int, ...] = ELEMENTS, **caps: int) -> JobDescription:
     backend = Backend(kind="nccl", network="roce", version=wire.version, protocol=wire.protocol, channels=wire.channels)
-    ddp = DdpSettings(**CAPS)
-    return small_job(ELEMENTS, buffers=False, frozen=False, ranks=ranks, backend=backend, ddp=ddp)
+    ddp = DdpSettings(**(caps or CAPS))
+    return small_job(elements, buffers=False, frozen=False, ranks=ranks, backend=backend, ddp=ddp)
 
 
 def life_of(ranks: int, seed: int, steps: int = 5) -> DdpLife:
@@ -35,9 +35,15 @@ def life_of(ranks: int, seed: int, steps: int = 5) -> DdpLife:
 
 
 def follow(
-    life: DdpLife, wire: Wire, watched: list[int], faults: MirrorFaults, seed: int, limit: int = 200
+    life: DdpLife,
+    wire: Wire,
+    watched: list[int],
+    faults: MirrorFaults,
+    seed: int,
+    limit: int = 200,
+    job: JobDescription | None = None,
 ) -> list[Extracted]:
-    job = job_of(life.ranks, wire)
+    job = job or job_of(life.ranks, wire)
     traffic = RingTraffic(life.ranks, wire, watched, seed, nak_every=20)
     addresses = [traffic.address(rank) for rank in watched]
     parser = parser_for(job)
@@ -110,3 +116,27 @@ def test_with_losses_no_gradient_is_ever_wrong(name: str, ranks: int) -> None:
         found = gradients(follow(life, wire, [0], faults, seed))
         right = truth(life, wire)
         assert all(right.get(place) == content for place, content in found.items())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("protocol", ["ll", "simple"])
+def test_a_message_that_is_missing_with_its_head_is_never_taken_for_its_neighbour(protocol: Any, ranks: int) -> None:
+    """All steps are one bucket, all messages are of one size, and one packet: nothing but numbers tells them apart."""
+    wire, elements = Wire(protocol, mtu=4096), (24, 72)
+    caps = {"first_cap": 1 << 20, "cap": 25 << 20}
+    job = job_of(ranks, wire, elements, **caps)
+    complete = 0
+    for seed in range(12):
+        life = seeded_life(
+            seed,
+            ranks=ranks,
+            steps=8,
+            shapes=[(count,) for count in elements],
+            first_cap_bytes=caps["first_cap"],
+            cap_bytes=caps["cap"],
+        )
+        right = truth(life, wire)
+        found = gradients(follow(life, wire, [0], MirrorFaults(0.02, 1 + seed % 3), seed, 50, job))
+        assert all(right.get(place) == content for place, content in found.items())
+        complete += len(found)
+    assert complete > 12

@@ -66,7 +66,10 @@ class _Cursor:
 @dataclass
 class _NcclFlow:
     flow: Flow
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[int | None] = field(default_factory=list)
+    """Of data messages; None: its head is lost."""
+    due: int = 0
+    """Number of the message that comes next."""
     first: int = 0
     """Number, among data messages, of the first one in `sizes`."""
     numbers: dict[int, int] = field(default_factory=dict)
@@ -157,6 +160,11 @@ class NcclLife:
         here = self.flows[flow]
         if self.dead is not None:
             return
+        missing = message - here.due if here.flow.transport == "roce" else 0
+        here.due = message + 1
+        if missing > 0 and not self._pass_missing(here, message - missing, missing):
+            self._die("messages are missing with their heads, and what they were of is not certain")
+            return
         here.numbers[message] = here.first + len(here.sizes)
         here.sizes.append(nbytes)
         if len(here.sizes) > _MOST_WAITING:
@@ -168,6 +176,26 @@ class NcclLife:
         self._resolve()
         if len(here.sizes) % _TRIM_EVERY == 0 or len(here.places) > _MOST_PLACED:
             self._trim(here)
+
+    def _pass_missing(self, here: _NcclFlow, first: int, count: int) -> bool:
+        """Messages whose numbers are certain, and whose heads are lost. Whether they are all of one known collective.
+
+        They are if that has begun in this flow, and has so many messages left. Otherwise they could be a stranger's, and
+        what follows would be taken for its neighbours of the same size.
+        """
+        if len(here.roles) != 1:
+            return False
+        ((role, cursor),) = here.roles.items()
+        begun = cursor.collective < self._count and cursor.message and cursor.at == here.first + len(here.sizes)
+        if not begun:
+            return False
+        known = self._known[cursor.collective]
+        if len(self._plan.of(known.item, known.variant, role)) - cursor.message < count:
+            return False
+        for number in range(first, first + count):
+            here.numbers[number] = here.first + len(here.sizes)
+            here.sizes.append(None)
+        return True
 
     def _trim(self, here: _NcclFlow) -> None:
         """Forget what nothing asks for any more."""
@@ -204,7 +232,7 @@ class NcclLife:
             known = self._known[cursor.collective]
             plan = self._plan.of(known.item, known.variant, role)
             while cursor.message < len(plan) and cursor.at < here.first + len(here.sizes):
-                if plan[cursor.message].nbytes != here.sizes[cursor.at - here.first]:
+                if here.sizes[cursor.at - here.first] not in (plan[cursor.message].nbytes, None):
                     return False
                 cursor.newest = cursor.collective
                 cursor.message += 1
@@ -380,7 +408,7 @@ class NcclLife:
         if cursor.collective < self._count:
             return True  # messages of earlier ones are still to come
         for one, nbytes in zip(self._plan.of(item, variant, role), here.sizes[cursor.at - here.first :], strict=False):
-            if one.nbytes != nbytes:
+            if nbytes not in (one.nbytes, None):
                 return False
         return True
 
