@@ -99,8 +99,8 @@ void look(const mirror::Tables& tables) {
         if (lost.offset + lost.nbytes < lost.offset) std::abort();
 }
 
-void read_roce(mirror::RoceProtocol protocol, const std::uint8_t* data, std::size_t size) {
-    mirror::RoceParser parser(protocol, 16, 1 << 20);
+void read_roce(mirror::RoceProtocol protocol, bool striped, const std::uint8_t* data, std::size_t size) {
+    mirror::RoceParser parser(protocol, 16, 1 << 20, striped);
     const std::vector<Batch> all = batches(data, size);
     for (const Batch& batch : all)
         look(parser.feed(batch.data.data(), batch.data.size(), batch.frames.data(), batch.frames.size()).tables);
@@ -152,13 +152,14 @@ void read_blocks(const std::uint8_t* data, std::size_t size) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     if (size == 0) return 0;
     const std::uint8_t which = data[0] % 6;
+    const bool striped = data[0] >= 128;
     ++data, --size;
     switch (which) {
         case 0: read_gloo(data, size); break;
-        case 1: read_roce(mirror::RoceProtocol::automatic, data, size); break;
-        case 2: read_roce(mirror::RoceProtocol::simple, data, size); break;
-        case 3: read_roce(mirror::RoceProtocol::ll, data, size); break;
-        case 4: read_roce(mirror::RoceProtocol::ll128, data, size); break;
+        case 1: read_roce(mirror::RoceProtocol::automatic, striped, data, size); break;
+        case 2: read_roce(mirror::RoceProtocol::simple, striped, data, size); break;
+        case 3: read_roce(mirror::RoceProtocol::ll, striped, data, size); break;
+        case 4: read_roce(mirror::RoceProtocol::ll128, striped, data, size); break;
         default: read_blocks(data, size); break;
     }
     return 0;

@@ -632,7 +632,7 @@ def icrc_copy_frames(data: int, frames: int, count: int, target: int, head: int,
 class RoceParser:
     """RoCEv2 frames to messages: lastgood.mirror.streams.roce has the form of what it gives."""
 
-    def __init__(self, protocol: str, patience: int, most_waiting_bytes: int) -> None: ...
+    def __init__(self, protocol: str, patience: int, most_waiting_bytes: int, striped: bool) -> None: ...
     def feed(
         self, data: int, nbytes: int, frames: int, count: int
     ) -> tuple[list[tuple[int, bytes, bytes, int, int, bool]], list[int], bytes, bytes, bytes, list[tuple[int, str]]]:

@@ -74,7 +74,10 @@ def test_a_watched_host_is_an_address_or_a_known_name():
     assert _mirror_node.watched_addresses(["10.0.0.1"]) == ["10.0.0.1"]
 
 
-@follows("NCCL's traffic itself shows which rank is watched; leave =RANK out")
+@follows(
+    "NCCL's traffic itself shows which rank is watched; leave =RANK out",
+    "it is HOST, or HOST=RANK with the rank of the process there",
+)
 def test_a_rank_is_given_where_the_traffic_does_not_show_it():
     model = torch.nn.Linear(2, 2)
     training = Training(model, torch.optim.SGD(model.parameters(), 0.1))

@@ -73,10 +73,11 @@ void bind_roce(nb::module_& module) {
     nb::class_<RoceParser>(module, "RoceParser")
         .def(
             "__init__",
-            [](RoceParser* self, const std::string& protocol, std::size_t patience, std::size_t most_waiting_bytes) {
-                new (self) RoceParser(protocol_of(protocol), patience, most_waiting_bytes);
+            [](RoceParser* self, const std::string& protocol, std::size_t patience, std::size_t most_waiting_bytes,
+               bool striped) {
+                new (self) RoceParser(protocol_of(protocol), patience, most_waiting_bytes, striped);
             },
-            "protocol"_a, "patience"_a, "most_waiting_bytes"_a)
+            "protocol"_a, "patience"_a, "most_waiting_bytes"_a, "striped"_a)
         .def(
             "feed",
             [](RoceParser& self, std::uintptr_t data, std::size_t nbytes, std::uintptr_t frames, std::size_t count) {

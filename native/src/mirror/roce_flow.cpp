@@ -145,8 +145,8 @@ void decode_lines(Coding coding, const std::uint8_t* payload, std::size_t nbytes
 
 // -- packets ----------------------------------------------------------------------------------------------------------
 
-RoceFlow::RoceFlow(RoceSink& sink, RoceProtocol protocol, bool from_start)
-    : sink_(sink), protocol_(protocol), from_start_(from_start), has_gap_(!from_start), gap_(from_start ? 0 : -1) {}
+RoceFlow::RoceFlow(RoceSink& sink, RoceProtocol protocol, bool from_start, bool striped)
+    : sink_(sink), protocol_(protocol), from_start_(from_start), striped_(striped), has_gap_(!from_start), gap_(from_start ? 0 : -1) {}
 
 void RoceFlow::take(const RoceWrite& write) {
     take_next(write);
@@ -395,7 +395,7 @@ void RoceFlow::give_split(const RoceWrite& write) {
     if (split_gap_ != 0) {
         const std::uint64_t mtu = head.nbytes;
         std::vector<std::uint64_t> sizes;
-        for (const std::uint64_t stated : stated_sizes(write.immediate))
+        for (const std::uint64_t stated : stated(write.immediate))
             if (size + (split_gap_ - 1) * mtu < stated && stated <= size + split_gap_ * mtu && last.nbytes == mtu)
                 sizes.push_back(stated);
         if (sizes.size() != 1) {
@@ -452,7 +452,7 @@ void RoceFlow::ends_in_gap(const RoceWrite& write) {
     drop_tail();
     bool exact = false;
     if (gap_ >= 0 && mtu_ != 0) {
-        for (const std::uint64_t size : stated_sizes(write.immediate))
+        for (const std::uint64_t size : stated(write.immediate))
             exact |= std::int64_t(packets(size)) == write.psn - gap_;
     }
     if (exact)
@@ -468,7 +468,7 @@ void RoceFlow::give_tail(const std::uint8_t* immediate) {
     if (tail_.size() > 1) mtu_ = tail_.front().nbytes;
     const std::int64_t most = end_psn - std::max<std::int64_t>(gap_, 0);
     std::vector<std::uint64_t> sizes;
-    for (const std::uint64_t size : stated_sizes(immediate)) {
+    for (const std::uint64_t size : stated(immediate)) {
         const std::uint64_t count = packets(size);
         if (mtu_ != 0 && size == (count - 1) * mtu_ + last.nbytes && 1 < count && std::int64_t(count) <= most)
             sizes.push_back(size);
@@ -514,7 +514,7 @@ void RoceFlow::count_missing(std::int64_t start, const RoceWrite* write) {
         return;
     }
     const bool counted = !numbers_lost_ && (last_flag_ != 0 || from_start_);
-    if (protocol_ == RoceProtocol::ll && counted && write != nullptr && write->nbytes != 0) {
+    if (protocol_ == RoceProtocol::ll && counted && !striped_ && write != nullptr && write->nbytes != 0) {
         const std::uint64_t flag = one_flag(Coding::ll, write->data, write->nbytes);
         // The first message of a connection has flag 1.
         const std::uint64_t last_flag = last_flag_ != 0 ? last_flag_ : 1;
@@ -525,6 +525,10 @@ void RoceFlow::count_missing(std::int64_t start, const RoceWrite* write) {
         }
     }
     unknown();
+}
+
+std::vector<std::uint64_t> RoceFlow::stated(const std::uint8_t* immediate) const {
+    return striped_ ? std::vector<std::uint64_t>() : stated_sizes(immediate);
 }
 
 void RoceFlow::lose_messages(std::uint64_t count) {

@@ -88,7 +88,8 @@ class RoceSink {
 
 class RoceFlow {
   public:
-    RoceFlow(RoceSink& sink, RoceProtocol protocol, bool from_start);
+    // `striped`: other queue pairs carry other messages, or parts of each.
+    RoceFlow(RoceSink& sink, RoceProtocol protocol, bool from_start, bool striped);
 
     void take(const RoceWrite& write);
     void lose(std::int64_t first, std::int64_t last);
@@ -119,6 +120,7 @@ class RoceFlow {
     void ends_in_gap(const RoceWrite& write);
     void give_tail(const std::uint8_t* immediate);
     void count_missing(std::int64_t start, const RoceWrite* write);
+    std::vector<std::uint64_t> stated(const std::uint8_t* immediate) const;
     void lose_messages(std::uint64_t count);
     void unknown();
     void find_coding(std::uint64_t size, const RoceWrite& sample);
@@ -126,6 +128,7 @@ class RoceFlow {
     RoceSink& sink_;
     const RoceProtocol protocol_;
     const bool from_start_;
+    const bool striped_;
     std::uint64_t message_ = 0;
     std::int64_t due_ = 0;
     bool is_open_ = false;

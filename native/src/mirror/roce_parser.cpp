@@ -57,7 +57,7 @@ struct RoceParser::Packet {
 class RoceQueue final : public RoceSink {
   public:
     RoceQueue(RoceParser& parser, const RoceKey& key, const RoceParser::Packet& packet)
-        : parser_(parser), key_(key), queue_(packet.queue), port_(packet.port), flow_(*this, parser.protocol_, packet.psn < kStartWindow) {
+        : parser_(parser), key_(key), queue_(packet.queue), port_(packet.port), flow_(*this, parser.protocol_, packet.psn < kStartWindow, parser.striped_) {
         top_ = flow_.from_start() ? packet.psn : packet.psn + kPsns;
         floor_ = flow_.from_start() ? 0 : top_;
     }
@@ -225,8 +225,8 @@ class RoceQueue final : public RoceSink {
     RoceFlow flow_;
 };
 
-RoceParser::RoceParser(RoceProtocol protocol, std::size_t patience, std::size_t most_waiting_bytes)
-    : protocol_(protocol), patience_(patience), most_waiting_bytes_(most_waiting_bytes) {}
+RoceParser::RoceParser(RoceProtocol protocol, std::size_t patience, std::size_t most_waiting_bytes, bool striped)
+    : protocol_(protocol), patience_(patience), most_waiting_bytes_(most_waiting_bytes), striped_(striped) {}
 
 RoceParser::~RoceParser() = default;
 

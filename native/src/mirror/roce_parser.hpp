@@ -51,7 +51,7 @@ struct RoceOutput {
 
 class RoceParser {
   public:
-    RoceParser(RoceProtocol protocol, std::size_t patience, std::size_t most_waiting_bytes);
+    RoceParser(RoceProtocol protocol, std::size_t patience, std::size_t most_waiting_bytes, bool striped);
     ~RoceParser();
     RoceParser(const RoceParser&) = delete;
     RoceParser& operator=(const RoceParser&) = delete;
@@ -77,6 +77,7 @@ class RoceParser {
 
     const RoceProtocol protocol_;
     const std::size_t patience_, most_waiting_bytes_;
+    const bool striped_;
     std::unordered_map<RoceKey, std::unique_ptr<RoceQueue>, RoceKeyHash> queues_;
     std::unordered_map<RoceKey, std::vector<RoceQueue*>, RoceKeyHash> by_port_;
     std::uint64_t tick_ = 0;

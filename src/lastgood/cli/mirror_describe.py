@@ -62,6 +62,10 @@ def describe(
     protocol: Annotated[str, typer.Option(help="NCCL_PROTO: simple or ll; empty: as NCCL picks it.")] = "",
     channels: Annotated[int, typer.Option(min=1, max=64, help="Channels that NCCL may use.")] = 1,
     buffsize: Annotated[str, typer.Option(metavar="SIZE", help="NCCL_BUFFSIZE.")] = "4MiB",
+    queue_pairs: Annotated[int, typer.Option(min=1, max=128, help="NCCL_IB_QPS_PER_CONNECTION, over RoCE.")] = 1,
+    split_data: Annotated[
+        bool, typer.Option("--split-data", help="NCCL_IB_SPLIT_DATA_ON_QPS=1: each message is cut over them.")
+    ] = False,
     configfile: Annotated[
         Path | None, typer.Option(help="With --model: a configuration [default: the checkout's config/laptop.yaml].")
     ] = None,
@@ -96,6 +100,8 @@ def describe(
         protocol=protocol,  # type: ignore[arg-type] # the model refuses other words
         channels=channels,
         buffer_bytes=option_bytes("--buffsize", buffsize),
+        queue_pairs=queue_pairs,
+        split_data=split_data,
     )
     job = describe_training(training, ranks=ranks, backend=carrier, steps=steps)
     write_job(job, out)

@@ -34,6 +34,8 @@ def generate(
         Literal["none", "write", "packets"],
         typer.Option(help="Adaptive routing: data as one write, or one for each packet, then the immediate."),
     ] = "none",
+    queue_pairs: Annotated[int, typer.Option(min=1, help="Of each connection; messages take turns on them.")] = 1,
+    split_data: Annotated[bool, typer.Option("--split-data", help="Cut each message over them instead.")] = False,
     ipv4: Annotated[bool, typer.Option("--ipv4", help="Instead of IPv6.")] = False,
     vlan: Annotated[list[int] | None, typer.Option(help="VLAN tag; twice for two, the outer one first.")] = None,
     rate: Annotated[float, typer.Option(metavar="BITS", help="Bits a second.")] = 1e9,
@@ -74,6 +76,8 @@ def generate(
         adaptive="" if adaptive == "none" else adaptive,
         six=not ipv4,
         vlans=tuple(vlan or ()),
+        queue_pairs=queue_pairs,
+        split_data=split_data,
     )
     traffic = RingTraffic(ranks, wire, _numbers("--watch", watch, ","), seed, nak_every)
     faults = MirrorFaults(loss, burst, duplication, reordering, corruption=corruption)

@@ -51,7 +51,7 @@ def sends(life: Life, watched: int, seed: int) -> list[Sent]:
         queues = []
         for rank, channel in plan.roles:
             if watched in (rank, (rank + 1) % life.job.ranks):
-                messages = plan.of(item, variant, (rank, channel))
+                messages = plan.of(item, variant, (rank, channel), {})
                 queues.append([Sent(rank, channel, tag, m.begin, m.end, m.nbytes, m.final) for m in messages])
         while queues := [queue for queue in queues if queue]:
             found.append(chance.choice(queues).pop(0))

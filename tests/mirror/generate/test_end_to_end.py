@@ -22,7 +22,15 @@ CAPS = {"first_cap": 1024, "cap": 4096}
 
 
 def job_of(ranks: int, wire: Wire, elements: tuple[int, ...] = ELEMENTS, **caps: int) -> JobDescription:
-    backend = Backend(kind="nccl", network="roce", version=wire.version, protocol=wire.protocol, channels=wire.channels)
+    backend = Backend(
+        kind="nccl",
+        network="roce",
+        version=wire.version,
+        protocol=wire.protocol,
+        channels=wire.channels,
+        queue_pairs=wire.queue_pairs,
+        split_data=wire.split_data,
+    )
     ddp = DdpSettings(**(caps or CAPS))
     return small_job(elements, buffers=False, frozen=False, ranks=ranks, backend=backend, ddp=ddp)
 
@@ -88,6 +96,10 @@ WIRES = {
     "simple": Wire("simple", mtu=1024),
     "two channels": Wire("ll", "2.30", 2, 1024),
     "old": Wire("ll", "2.19", 2, 1024),
+    "queue pairs": Wire("simple", mtu=1024, queue_pairs=2),
+    "queue pairs, ll": Wire("ll", mtu=1024, queue_pairs=3),
+    "split": Wire("simple", mtu=1024, queue_pairs=2, split_data=True),
+    "split, ll": Wire("ll", "2.30", mtu=1024, queue_pairs=2, split_data=True),
 }
 
 
@@ -140,3 +152,17 @@ def test_a_message_that_is_missing_with_its_head_is_never_taken_for_its_neighbou
         assert all(right.get(place) == content for place, content in found.items())
         complete += len(found)
     assert complete > 12
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ({"queue_pairs": 2, "channels": 2}, "is not on the wire"),
+        ({"queue_pairs": 3, "split_data": True}, "the same size"),
+        ({"queue_pairs": 2, "protocol": ""}, "one protocol"),
+        ({"queue_pairs": 2, "network": "sockets"}, "over RoCE"),
+    ],
+)
+def test_queue_pairs_that_cannot_be_told_apart_are_refused(backend: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Backend(**{"kind": "nccl", "network": "roce", "version": "2.28", "protocol": "ll", **backend})

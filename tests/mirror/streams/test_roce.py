@@ -408,3 +408,47 @@ def test_ll128_gives_its_data(make: Callable[..., Parser]) -> None:
 def test_an_unknown_protocol_is_refused(make: Callable[..., Parser]) -> None:
     with pytest.raises(ConfigError, match="ll128, not 'tree'"):
         make(protocol="tree")
+
+
+# -- several queue pairs a connection --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_queue_pairs_of_a_connection_are_flows_of_their_own(make: Callable[..., Parser], split: bool) -> None:
+    life = small_life(2)
+    wire = Wire(mtu=1024, queue_pairs=3, split_data=split)
+    alone = RingTraffic(2, WIRES["simple"], [0], nak_every=5)
+    traffic = RingTraffic(2, wire, [0], nak_every=5)
+    found = read_batches(make(protocol="simple", striped=True), captured(life, traffic))
+    whole = read_batches(make(protocol="simple"), captured(life, alone))
+    assert len(found.flows) == 3 * len(whole.flows) and not found.resynced
+
+    def bytes_of(read: Found) -> int:
+        return sum(len(one.content) for flow in read.messages.values() for one in flow.values())
+
+    def count(read: Found) -> int:
+        return sum(map(len, read.messages.values()))
+
+    assert bytes_of(found) == bytes_of(whole)
+    assert count(found) == count(whole) * (3 if split else 1)
+
+
+def test_the_immediate_of_a_part_says_nothing_of_its_own_size(make: Callable[..., Parser]) -> None:
+    """It is the size of all parts. Here it fits the packets that are lost, which were other messages."""
+    path = Path(b"\2" * 6, b"\4" * 6, "fd00::1", "fd00::2", 50000)
+    mtu, size = 256, (4 * 256 + 100).to_bytes(4, "little")
+    packets = write_packets(1, 0, b"a" * 300, 1 << 20, 7, mtu, immediate=(300).to_bytes(4, "little"))
+    packets += write_packets(1, 2, b"b" * 256, 2 << 20, 7, mtu, immediate=(256).to_bytes(4, "little"))
+    packets += write_packets(1, 3, b"c" * 256, 3 << 20, 7, mtu, immediate=(256).to_bytes(4, "little"))
+    packets += write_packets(1, 4, b"d" * 612, 4 << 20, 7, mtu, immediate=size)
+    packets += write_packets(1, 7, b"e" * 612, 5 << 20, 7, mtu, immediate=size)
+    frames = [path.frame(packet) for packet in packets]
+    kept = [*frames[:2], *frames[5:]]
+    acks = [path.back().frame(acknowledge(2, 9, 5))]
+    sizes = {}
+    for striped in (False, True):
+        found = read_batches(make(protocol="simple", striped=striped), [batch_of([*kept, *acks])])
+        (messages,) = found.messages.values()
+        sizes[striped] = [one.nbytes for one in messages.values()]
+    assert 1124 in sizes[False], "otherwise this shows nothing"
+    assert sizes[True] == [300, 612]

@@ -48,7 +48,7 @@ class NcclConversation:
         self._job = job
         self._watched = frozenset(watched)
         rings = min(job.ranks, 2 * len(self._watched) or job.ranks)
-        self._flows = rings * job.backend.channels
+        self._flows = rings * job.backend.channels * job.backend.queue_pairs
         """Of one communicator, if all of its channels are used: each watched rank's both directions."""
         self._events: list[Event] = []
         self._serials = count()

@@ -7,7 +7,7 @@ collective is known when one candidate of the sequence, in one protocol, is left
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -40,6 +40,8 @@ _JOIN_WITHIN: Final = 64
 """Collectives after which no flow is taken for a late one of the same communicator."""
 _STAY_OPEN: Final = 16
 """Collectives that stay open for flows that lag or have not spoken."""
+_TOLD_AFTER: Final = 64
+"""Collectives by which sizes must have shown which of several queue pairs a flow is."""
 _STRANGERS: Final = (1, 4, 8)
 """Bytes of all-reduces that are passed over: barriers, counts and flags."""
 
@@ -86,6 +88,8 @@ class _Known:
     item: Item
     variant: Variant
     collective: int
+    before: Mapping[Role, int]
+    """By rank and channel: messages of all collectives before it, where several queue pairs take turns."""
     stranger: bool = False
 
 
@@ -109,6 +113,8 @@ class NcclLife:
         self._sequence = CollectiveSequence(job)
         self.flows: dict[int, _NcclFlow] = {}
         self._known: dict[int, _Known] = {}
+        self._before: Mapping[Role, int] = {}
+        """As `_Known.before`, of the next one."""
         self._count = 0
         """Collectives that are known; the oldest ones are forgotten."""
         self._noted: dict[int, tuple[int, int]] = {}
@@ -178,10 +184,10 @@ class NcclLife:
             self._trim(here)
 
     def _pass_missing(self, here: _NcclFlow, first: int, count: int) -> bool:
-        """Messages whose numbers are certain, and whose heads are lost. Whether they are all of one known collective.
+        """Messages whose numbers are certain, and whose heads are lost: whether they are all of one known collective.
 
-        They are if that has begun in this flow, and has so many messages left. Otherwise they could be a stranger's, and
-        what follows would be taken for its neighbours of the same size.
+        They are if that has begun in this flow, and has so many messages left. Otherwise they could be a stranger's,
+        and what follows would be taken for its neighbours of the same size.
         """
         if len(here.roles) != 1:
             return False
@@ -190,7 +196,7 @@ class NcclLife:
         if not begun:
             return False
         known = self._known[cursor.collective]
-        if len(self._plan.of(known.item, known.variant, role)) - cursor.message < count:
+        if len(self._plan.of(known.item, known.variant, role, known.before)) - cursor.message < count:
             return False
         for number in range(first, first + count):
             here.numbers[number] = here.first + len(here.sizes)
@@ -230,7 +236,7 @@ class NcclLife:
         cursor = here.roles[role]
         while cursor.collective < self._count:
             known = self._known[cursor.collective]
-            plan = self._plan.of(known.item, known.variant, role)
+            plan = self._plan.of(known.item, known.variant, role, known.before)
             while cursor.message < len(plan) and cursor.at < here.first + len(here.sizes):
                 if here.sizes[cursor.at - here.first] not in (plan[cursor.message].nbytes, None):
                     return False
@@ -299,7 +305,7 @@ class NcclLife:
         index, message = self._noted.get(here.flow.index, (0, 0))
         while position < cursor.at:
             known = self._known[index]
-            plan = self._plan.of(known.item, known.variant, role)
+            plan = self._plan.of(known.item, known.variant, role, known.before)
             if message == len(plan):
                 index, message = index + 1, 0
                 continue
@@ -339,15 +345,16 @@ class NcclLife:
         if item.kind != "other" or item.index >= 0:
             after.accept(item)
         later = self._options(after)
+        then = self._plan.counted(item, variant, self._before)
 
         def goes_on(here: _NcclFlow, role: Role) -> bool:
             if not self._role_fits(here, role, item, variant):
                 return False
-            cursor, plan = here.roles[role], self._plan.of(item, variant, role)
+            cursor, plan = here.roles[role], self._plan.of(item, variant, role, self._before)
             rest = here.sizes[cursor.at - here.first + len(plan) :]
             if cursor.collective < self._count or not rest:
                 return True
-            plans = [self._plan.of(*one, role) for one in later]
+            plans = [self._plan.of(*one, role, then) for one in later]
             return any(not one or one[0].nbytes == rest[0] for one in plans)
 
         return not later or match_roles(
@@ -391,7 +398,7 @@ class NcclLife:
         if not shown:
             return match_roles(roles)
         return any(
-            self._plan.of(item, variant, role)
+            self._plan.of(item, variant, role, self._before)
             and self._waits(here, role)
             and match_roles({**roles, here.flow.index: [role]})
             for here in speaking
@@ -407,7 +414,8 @@ class NcclLife:
         cursor = here.roles[role]
         if cursor.collective < self._count:
             return True  # messages of earlier ones are still to come
-        for one, nbytes in zip(self._plan.of(item, variant, role), here.sizes[cursor.at - here.first :], strict=False):
+        plan = self._plan.of(item, variant, role, self._before)
+        for one, nbytes in zip(plan, here.sizes[cursor.at - here.first :], strict=False):
             if nbytes not in (one.nbytes, None):
                 return False
         return True
@@ -416,7 +424,17 @@ class NcclLife:
         collective = next(self._serials)
         if not stranger:
             self._advance(item)
-        self._known[self._count] = _Known(item, variant, collective, stranger or item.kind == "other")
+        self._known[self._count] = _Known(item, variant, collective, self._before, stranger or item.kind == "other")
+        self._before = self._plan.counted(item, variant, self._before)
+        if self._count == _TOLD_AFTER and self._job.backend.queue_pairs > 1:
+            unsure = [
+                one for one in self.flows.values() if len(one.roles) > 1 and any(c.at for c in one.roles.values())
+            ]
+            if unsure:
+                why = "the queue pairs of a connection cannot be told apart by the sizes of their messages"
+                self._emit(Contradiction(why))
+                self._die(why)
+                return
         self._count += 1
         if not stranger and item.kind != "other" and self.dead is None:
             assert item.nbytes is not None

@@ -36,6 +36,8 @@ _SIMPLE_BASE: Final = 0x7_0000_0000
 _CONNECTION_SPACE: Final = 16 * MIB
 _READY_BASE: Final = 0x7F00_0000_0000
 _READY_SLOT: Final = 0x100
+_SPLIT_BYTES: Final = 128
+_MOST_QUEUE_PAIRS: Final = 128
 _ADAPTIVE_ABOVE: Final = 8192
 """NCCL_IB_AR_THRESHOLD's default."""
 _BIG_IMMEDIATE_FROM: Final = (2, 29)
@@ -58,12 +60,18 @@ class Wire:
     vlans: tuple[int, ...] = ()
     options: bytes = b""
     ack_every: int = 4
+    queue_pairs: int = 1
+    """Of each connection (NCCL_IB_QPS_PER_CONNECTION): messages take turns on them."""
+    split_data: bool = False
+    """Each message is cut over them instead (NCCL_IB_SPLIT_DATA_ON_QPS)."""
 
     def __post_init__(self) -> None:
         if self.mtu not in (256, 512, 1024, 2048, 4096):
             raise ConfigError(f"RoCE has MTUs of 256, 512, 1024, 2048 and 4096 bytes, not {self.mtu}")
         if not 1 <= self.ack_every <= 1 << 20:
             raise ConfigError(f"an acknowledgement is asked for every 1 to {1 << 20} packets, not {self.ack_every}")
+        if not 1 <= self.queue_pairs <= _MOST_QUEUE_PAIRS:
+            raise ConfigError(f"a connection has 1 to {_MOST_QUEUE_PAIRS} queue pairs, not {self.queue_pairs}")
 
     def immediate(self, nbytes: int) -> bytes:
         """A message's size as NCCL sends it."""
@@ -90,22 +98,31 @@ class _Sent:
 
 
 @dataclass
-class _Connection:
-    """One channel of the link from `source` to the next rank."""
+class _QueuePair:
+    """One of a connection's."""
 
-    source: int
-    destination: int
     path: Path
     back: Path
     data_queue: int
     """At the receiver: data go to it."""
     ready_queue: int
     """At the sender: what the receiver writes, and its acknowledgements."""
-    number: int
     psn: int = 0
+    messages: int = 0
+
+
+@dataclass
+class _Connection:
+    """One channel of the link from `source` to the next rank."""
+
+    source: int
+    destination: int
+    pairs: list[_QueuePair]
+    number: int
     ready_psn: int = 0
     step: int = 0
-    messages: int = 0
+    sent: int = 0
+    """Messages."""
     readies: int = 0
 
 
@@ -239,12 +256,15 @@ class RingTraffic:
         if found is None:
             after = (rank + 1) % self.ranks
             number = rank * 64 + channel
-            path = Path(
-                _mac(rank), _mac(after), self.address(rank), self.address(after), 49152 + number % 16384,
-                self.wire.vlans, self.wire.options,
-            )  # fmt: skip
-            queue = self.first_queue + 2 * number
-            found = _Connection(rank, after, path, path.back(), queue, queue + 1, number)
+            pairs = []
+            for lane in range(number * self.wire.queue_pairs, (number + 1) * self.wire.queue_pairs):
+                path = Path(
+                    _mac(rank), _mac(after), self.address(rank), self.address(after), 49152 + lane % 16384,
+                    self.wire.vlans, self.wire.options,
+                )  # fmt: skip
+                queue = self.first_queue + 2 * lane
+                pairs.append(_QueuePair(path, path.back(), queue, queue + 1))
+            found = _Connection(rank, after, pairs, number)
             self._connections[rank, channel] = found
         return found
 
@@ -262,22 +282,47 @@ class RingTraffic:
             to.step += slice_steps
         rkey = 0x1000 + self.first_queue + to.number
         sent = self._room(to, address, rkey)
-        immediate = wire.immediate(len(payload))
-        if wire.adaptive and len(payload) > _ADAPTIVE_ABOVE:
+        adaptive = bool(wire.adaptive) and len(payload) > _ADAPTIVE_ABOVE
+        if wire.split_data and wire.queue_pairs > 1:
+            each = -(-len(payload) // wire.queue_pairs)
+            each = -(-each // _SPLIT_BYTES) * _SPLIT_BYTES
+            parts = [
+                self._write(to, pair, payload[at : at + each], address + at, rkey, len(payload), adaptive)
+                for pair, at in ((pair, number * each) for number, pair in enumerate(to.pairs))
+            ]
+            for row in zip_longest(*parts):
+                sent += [one for one in row if one is not None]
+        else:
+            pair = to.pairs[to.sent % wire.queue_pairs]
+            sent += self._write(to, pair, payload, address, rkey, len(payload), adaptive)
+        to.sent += 1
+        return sent
+
+    def _write(
+        self, to: _Connection, pair: _QueuePair, payload: bytes, address: int, rkey: int, size: int, adaptive: bool
+    ) -> list[_Sent]:
+        """What one queue pair carries of a message of `size` bytes, with its acknowledgements."""
+        wire, sent = self.wire, list[_Sent]()
+        immediate = wire.immediate(size)
+        if adaptive:
             packets = write_packets(
-                to.data_queue, to.psn, payload, address, rkey, wire.mtu,
+                pair.data_queue, pair.psn, payload, address, rkey, wire.mtu,
                 split=wire.adaptive == "packets", ack_every=wire.ack_every,
             )  # fmt: skip
-            packets += write_packets(to.data_queue, to.psn + len(packets), b"", 0, 0, wire.mtu, immediate=immediate)
+            packets += write_packets(pair.data_queue, pair.psn + len(packets), b"", 0, 0, wire.mtu, immediate=immediate)
         else:
             packets = write_packets(
-                to.data_queue, to.psn, payload, address, rkey, wire.mtu,
+                pair.data_queue, pair.psn, payload, address, rkey, wire.mtu,
                 immediate=immediate, ack_every=wire.ack_every,
             )  # fmt: skip
-        frames = [to.path.frame(packet) for packet in packets]
+        frames = [pair.path.frame(packet) for packet in packets]
         lost = None
         if self.nak_every and self._random.randrange(self.nak_every) == 0:
             lost = self._random.randrange(len(frames))
+
+        def back(packet: bytes) -> None:
+            sent.append(_Sent(to.destination, to.source, pair.back.frame(packet)))
+
         for number, frame in enumerate(frames):
             if number == lost:
                 sent.append(_Sent(to.source, to.destination, frame, only_at=to.source))
@@ -285,30 +330,28 @@ class RingTraffic:
             sent.append(_Sent(to.source, to.destination, frame))
             asks = number + 1 == len(frames) or number % wire.ack_every == wire.ack_every - 1
             if asks and lost is None:
-                self._back(sent, to, acknowledge(to.ready_queue, to.psn + number, to.messages))
+                back(acknowledge(pair.ready_queue, pair.psn + number, pair.messages))
         if lost is not None:
-            self._back(sent, to, negative_acknowledge(to.ready_queue, to.psn + lost, to.messages))
+            back(negative_acknowledge(pair.ready_queue, pair.psn + lost, pair.messages))
             sent += [_Sent(to.source, to.destination, frame) for frame in frames[lost:]]
-            self._back(sent, to, acknowledge(to.ready_queue, to.psn + len(frames) - 1, to.messages))
-        to.psn += len(frames)
-        to.messages += 1
+            back(acknowledge(pair.ready_queue, pair.psn + len(frames) - 1, pair.messages))
+        pair.psn += len(frames)
+        pair.messages += 1
         return sent
 
     def _room(self, to: _Connection, address: int, rkey: int) -> list[_Sent]:
         """The receiver's announcement of where the message may go."""
         content = struct.pack("<QIIIIQ", address, _LL_SLOT, 1, rkey, 0, to.readies + 1)
         at = _READY_BASE + to.number * _CONNECTION_SPACE + (to.readies % 256) * _READY_SLOT
-        (packet,) = write_packets(to.ready_queue, to.ready_psn, content, at, rkey + 1, self.wire.mtu)
+        pair = to.pairs[0]
+        (packet,) = write_packets(pair.ready_queue, to.ready_psn, content, at, rkey + 1, self.wire.mtu)
         sent = [
-            _Sent(to.destination, to.source, to.back.frame(packet)),
-            _Sent(to.source, to.destination, to.path.frame(acknowledge(to.data_queue, to.ready_psn, to.readies))),
+            _Sent(to.destination, to.source, pair.back.frame(packet)),
+            _Sent(to.source, to.destination, pair.path.frame(acknowledge(pair.data_queue, to.ready_psn, to.readies))),
         ]
         to.ready_psn += 1
         to.readies += 1
         return sent
-
-    def _back(self, sent: list[_Sent], to: _Connection, packet: bytes) -> None:
-        sent.append(_Sent(to.destination, to.source, to.back.frame(packet)))
 
 
 def reduced(parts: Sequence[NDArray[Any]], wire: Wire) -> NDArray[Any]:

@@ -150,9 +150,28 @@ class Backend(StrictModel):
     """Of a channel, which the layouts up to NCCL 2.19 depend on."""
     buffer_bytes: Annotated[int, Field(ge=1024, le=1 << 40)] = 4 * MIB
     """NCCL_BUFFSIZE."""
+    queue_pairs: Annotated[int, Field(ge=1, le=128)] = 1
+    """NCCL_IB_QPS_PER_CONNECTION, over RoCE."""
+    split_data: bool = False
+    """NCCL_IB_SPLIT_DATA_ON_QPS: whether each message is cut over them; otherwise they take turns."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.queue_pairs > 1 and (self.network != "roce" or self.protocol not in ("simple", "ll")):
+            raise ValueError(
+                "backend: several queue pairs a connection are followed only over RoCE, and in one protocol "
+                "that is said (simple or ll), since each shows only some of the messages that tell them apart"
+            )
+        if self.queue_pairs > 1 and self.channels > 1:
+            raise ValueError(
+                "backend: several queue pairs and several channels: their messages have the same sizes, so which is "
+                "which is not on the wire (NCCL_MAX_NCHANNELS=1, or NCCL_IB_QPS_PER_CONNECTION=1, is followed)"
+            )
+        if self.split_data and self.queue_pairs > 2:
+            raise ValueError(
+                "backend: messages that are cut over more than two queue pairs (NCCL_IB_SPLIT_DATA_ON_QPS): all parts "
+                "but the last one have the same size, so which is which is not told by it"
+            )
         if self.kind == "nccl" and not self.version:
             raise ValueError("backend: NCCL's layouts depend on its version; it must be given")
         return self

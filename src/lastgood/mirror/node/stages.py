@@ -27,7 +27,7 @@ def parser_for(job: JobDescription) -> Parser:
     if job.backend.kind == "gloo":
         return NativeGlooParser()
     if job.backend.network == "roce":
-        return RoceParser(protocol=job.backend.protocol or "auto")
+        return RoceParser(protocol=job.backend.protocol or "auto", striped=job.backend.queue_pairs > 1)
     return NcclSocketParser()
 
 

@@ -58,11 +58,16 @@ class RoceParser:
     """
 
     def __init__(
-        self, *, protocol: str = "auto", patience: int = PATIENCE, most_waiting_bytes: int = MOST_WAITING_BYTES
+        self,
+        *,
+        protocol: str = "auto",
+        patience: int = PATIENCE,
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+        striped: bool = False,
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ConfigError(f"a RoCE parser reads the protocols {', '.join(PROTOCOLS)}, not {protocol!r}")
-        self._parser = _native.RoceParser(protocol, patience, most_waiting_bytes)
+        self._parser = _native.RoceParser(protocol, patience, most_waiting_bytes, striped)
         self._batch: FrameBatch | None = None
 
     def feed(self, batch: FrameBatch) -> Parsed:

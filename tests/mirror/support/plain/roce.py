@@ -135,15 +135,22 @@ class PlainRoceParser:
     """RoCEv2 as a `Parser`: see the module's text.
 
     `protocol` says what the messages carry: ``simple``, ``ll``, ``ll128``, or ``auto``, which tells LL by its flags.
-    `patience` is after how many later packets a hole is final if no acknowledgements are seen.
+    `patience` is after how many later packets a hole is final if no acknowledgements are seen. `striped`: a connection
+    has several queue pairs, so neither immediates nor flags say anything of what one of them has lost.
     """
 
     def __init__(
-        self, *, protocol: str = "auto", patience: int = PATIENCE, most_waiting_bytes: int = MOST_WAITING_BYTES
+        self,
+        *,
+        protocol: str = "auto",
+        patience: int = PATIENCE,
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+        striped: bool = False,
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ConfigError(f"a RoCE parser reads the protocols {', '.join(PROTOCOLS)}, not {protocol!r}")
         self._protocol, self._patience, self.most_waiting_bytes = protocol, patience, most_waiting_bytes
+        self._striped = striped
         self._queues: OrderedDict[_Key, _Queue] = OrderedDict()
         self._by_port: dict[tuple[bytes, bytes, int], list[_Queue]] = {}
         self._batch: FrameBatch | None = None
@@ -314,7 +321,7 @@ class PlainRoceParser:
         from_start = packet.psn < _START_WINDOW
         first = packet.psn if from_start else packet.psn + _PSNS
         queue = _Queue(self, key, packet.port, first, 0 if from_start else first)
-        queue.flow = QueueFlow(queue, self._protocol, from_start)
+        queue.flow = QueueFlow(queue, self._protocol, from_start, self._striped)
         self._queues[key] = queue
         self._by_port.setdefault((key.source, key.destination, packet.port), []).append(queue)
         return queue

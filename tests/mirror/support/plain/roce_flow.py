@@ -95,6 +95,9 @@ class QueueFlow:
     protocol: str
     from_start: bool
     """Whether the connection's first packet is the first one here."""
+    striped: bool = False
+    """Whether other queue pairs carry other messages, or parts of each: then immediates are not sizes of what is here,
+    and flags do not count messages."""
     message: int = 0
     """Number of the message that is open, or comes next."""
     due: int = 0
@@ -368,7 +371,7 @@ class QueueFlow:
             mtu = head.nbytes
             sizes = {
                 stated
-                for stated in _stated(write.immediate)
+                for stated in self._stated(write.immediate)
                 if size + (self.split_gap - 1) * mtu < stated <= size + self.split_gap * mtu and last.nbytes == mtu
             }
             if len(sizes) != 1:
@@ -421,7 +424,8 @@ class QueueFlow:
         self._drop_tail()
         assert self.gap is not None
         packets = write.psn - self.gap
-        exact = self.gap >= 0 and any(self.mtu and self._packets(size) == packets for size in _stated(write.immediate))
+        sizes = self._stated(write.immediate) if self.mtu and self.gap >= 0 else ()
+        exact = any(self._packets(size) == packets for size in sizes)
         if exact:
             self._lose_messages(1)
         else:
@@ -435,7 +439,7 @@ class QueueFlow:
         if len(self.tail) > 1:
             self.mtu = self.tail[0].nbytes
         sizes = set()
-        for size in _stated(immediate):
+        for size in self._stated(immediate):
             packets = self._packets(size)
             if (
                 self.mtu
@@ -480,7 +484,7 @@ class QueueFlow:
             self._lose_messages(1)
             return
         counted = not self.numbers_lost and (self.last_flag > 0 or self.from_start)
-        if self.protocol == "ll" and counted and write is not None and write.nbytes:
+        if self.protocol == "ll" and counted and not self.striped and write is not None and write.nbytes:
             flag = one_flag(Coding.LL, write.payload.view)
             # The first message of a connection has flag 1.
             missing = self.flag_message + flag - (self.last_flag or 1) - self.message
@@ -488,6 +492,10 @@ class QueueFlow:
                 self._lose_messages(missing)
                 return
         self._unknown()
+
+    def _stated(self, immediate: bytes) -> tuple[int, ...]:
+        """The sizes that an immediate may mean."""
+        return () if self.striped else (int.from_bytes(immediate, "little"), int.from_bytes(immediate, "big"))
 
     def _lose_messages(self, count: int) -> None:
         for _ in range(count):
@@ -525,8 +533,3 @@ class QueueFlow:
 def _constant(view: memoryview) -> bool:
     """Whether data and flags cannot be told apart."""
     return bytes(view) == bytes(view[:4]) * (len(view) // 4)
-
-
-def _stated(immediate: bytes) -> tuple[int, int]:
-    """The sizes that an immediate may mean."""
-    return int.from_bytes(immediate, "little"), int.from_bytes(immediate, "big")
