@@ -321,7 +321,7 @@ def late(life: Life, sents: list[Sent], batch: int) -> Watcher:
 @given(
     seed=st.integers(0, 2**32),
     ranks=st.integers(2, 3),
-    cut=st.floats(0.15, 0.6),
+    cut=st.floats(0.15, 0.5),
     name=st.sampled_from(sorted(LATE)),
     batch=st.integers(5, 60),
 )
