@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.cluster.testbed.testbed import why_no_testbed
+from lastgood.tokens import read_token
 from tests.mirror.support.followed_bed import FollowedBed, followed_bed, losses
 
 pytestmark = [
@@ -71,6 +72,27 @@ def test_a_blind_node_sees_again_from_a_state_that_comes_another_way(way: str, t
         bed.wait_node(lambda status: status.stands == "follows" and max(status.held, default=0) > blind, "to see again")
         assert bed.status().counters["node"]["resyncs"] >= 1
         same_again(bed, kept, tmp_path, blind)
+
+
+@pytest.mark.parametrize("way", ["agent", "folder"])
+def test_a_node_that_is_started_in_mid_training_sees_again_from_two_states(way: str, tmp_path: Path) -> None:
+    with followed_bed(2, tmp_path, "adamw") as bed:
+        saved, kept = tmp_path / "saved", tmp_path / "kept"
+        (tmp_path / "node").mkdir()
+        read_token(tmp_path / "node" / "token", make=True)
+        options: dict[str, object] = {"save": str(saved), "sync": True}
+        node = ["--resync-from", str(saved)]
+        if way == "agent":
+            port = f"{bed.bed.address(bed.watcher)}:7301"
+            node = ["--agents", port]
+            options = {"agent": {"node": port, "token_file": bed.flowcheck["token_file"], "digest_every": 0}}
+        bed.train(kept, steps=STEPS, pause_s=0.1, **options)
+        bed.wait_steps(kept, 8)
+        bed.start_node(*node)
+        bed.wait_node(lambda status: "in the middle" in status.blind, "a node that says that it is blind")
+        bed.wait_node(lambda status: status.stands == "follows" and len(status.held) > 0, "to see again")
+        assert bed.status().counters["node"]["resyncs"] == 1
+        same_again(bed, kept, tmp_path, 8)
 
 
 def test_a_killed_node_gives_back_its_spill(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 ``python -m tests.mirror.support.followed_rank OUT STEPS OPTIONS``. Options: `kind` and `hook` of `simulated_life`,
 `ddp` (arguments of DistributedDataParallel), `flowcheck` (what to give to FlowCheck; none: an undisturbed training),
 `pause_s` (after each step), `agent` (what to give to `mirror_agent`), `save` (a folder: the ranks save each fifth step
-there as the system ``pccheck`` does). Rank 0 appends a line for each step to OUT/losses.txt: the step, and its loss to
-the bit.
+there as the system ``pccheck`` does, or with `sync` rank 0 alone as ``sync`` does).
+
+Rank 0 appends a line for each step to OUT/losses.txt: the step, and its loss to the bit.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def main(out: Path, steps: int, options: dict[str, Any]) -> None:
         done = checkpointer.attach(**state)
     agent = mirror_agent(state, **options["agent"]) if options.get("agent") else None
     saver = None
-    if options.get("save"):
-        saver = checkpointer_class("pccheck")(options["save"])
+    if options.get("save") and (rank == 0 or not options.get("sync")):
+        saver = checkpointer_class("sync" if options.get("sync") else "pccheck")(options["save"])
         saver.start({"model": training.model, "optimizer": training.optimizer})
     ddp = DistributedDataParallel(training.model, **options["ddp"])
     if options["hook"]:
