@@ -181,6 +181,15 @@ def test_training_for_some_minutes(disk: Path) -> None:
 
 
 @pytest.mark.slow
+def test_imports(disk: Path) -> None:
+    found = results_of(disk, run(disk, "imports", "--quick", "--rounds", "1"), "imports")
+    assert [(one["what"], one["limit"]) for one in found["limits"]] == [
+        ("import lastgood", 0.2),
+        ("lastgood --help", 1.0),
+    ]
+    assert {len(values) for values in found["results"]["seconds"].values()} == {1}
+
+
 def test_none_against_a_plain_loop(disk: Path) -> None:
     config = tiny_config(disk)
     places = ["--config", str(config), "--data-dir", str(disk / "data"), "--workload", "opt", "--threads", "1"]
