@@ -14,6 +14,9 @@ from lastgood.errors import ConfigError, LastgoodError
 COMMANDS = {
     "inspect": ["inspect", "gs://b/r"],
     "verify": ["verify", "gs://b/r"],
+    "status": ["status", "gs://b/r"],
+    "prune": ["prune", "s3://b/r", "--yes"],
+    "import": ["import", "s3://b/r", "job"],
     "export to": ["export", "job", "s3://b/r"],
     "export from": ["export", "gs://b/r", "out"],
     "run": ["run", "--spec", "{}", "--out", "r0.json", "--scratch", "gs://b/r"],

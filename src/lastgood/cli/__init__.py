@@ -23,6 +23,7 @@ from lastgood.cli import (
     examples,
     export,
     hosts,
+    import_,
     inspect,
     launch,
     mirror,
@@ -93,6 +94,7 @@ _CHECKPOINTS: tuple[Callable[..., None], ...] = (
 )
 for _function in _CHECKPOINTS:
     app.command(rich_help_panel=CHECKPOINTS)(_function)
+app.command("import", rich_help_panel=CHECKPOINTS)(import_.import_checkpoint)
 app.add_typer(examples.app, name="examples", rich_help_panel=CHECKPOINTS)
 app.add_typer(advise.app, name="advise", rich_help_panel=CHECKPOINTS)
 

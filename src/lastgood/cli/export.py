@@ -11,10 +11,11 @@ from lastgood.cli._output import Progress, console, emit_json
 from lastgood.cli._place import EndpointUrl, Profile, Region, s3_options
 from lastgood.errors import ConfigError, CorruptCheckpoint, NoCheckpoint, NoGoodCheckpoint
 from lastgood.names import nearest
-from lastgood.units import format_bytes, format_seconds
+from lastgood.units import format_bytes, format_seconds, option_bytes
 
 if TYPE_CHECKING:
     from lastgood.checkpointers.export.formats import Exported, ExportFormat
+    from lastgood.checkpointers.export.selected import Selection
     from lastgood.storage import SlotInfo, SlotView
 
 __all__ = ["export"]
@@ -43,12 +44,24 @@ def export(
     region: Region = None,
     endpoint_url: EndpointUrl = None,
     profile: Profile = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="Only this entry of the state, as model; may be given again.")
+    ] = None,
+    prefix: Annotated[str, typer.Option(help="Only names that begin with it; it is left out, as model.")] = "",
+    dtype: Annotated[str | None, typer.Option(help="Round floating point to it, as bfloat16.")] = None,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(help="OUT becomes a folder of files of at most this size, as 5GB, with an index."),
+    ] = None,
 ) -> None:
     """Write a checkpoint as safetensors, as a torch.save file, or as a torch.distributed.checkpoint directory.
 
-    Needs no code of the model. What is written appears complete and durable, or not at all.
+    Needs no code of the model. What is written appears complete and durable, or not at all. With --part, --prefix,
+    --dtype or --shard-size it is plain safetensors for other programs, which `from_pretrained` takes: Lastgood reads
+    only a complete one back.
     """
     from lastgood.checkpointers.export.formats import ExportFormat
+    from lastgood.checkpointers.export.selected import Selection
     from lastgood.checkpointers.export.whole_job import export_job
     from lastgood.checkpointers.ranks.opened import open_job
     from lastgood.storage.standalone_slot import look_at_standalone_slots
@@ -56,17 +69,21 @@ def export(
     known = [one.value for one in ExportFormat]
     if to not in known:
         raise ConfigError(f"--to {to}{nearest(to, known)}: known are {', '.join(known)}")
+    shard_bytes = None if shard_size is None else option_bytes("--shard-size", shard_size)
+    selection = Selection(tuple(part or ()), prefix, dtype, shard_bytes)
     s3 = s3_options(directory, region, endpoint_url, profile)
     job = open_job(directory, s3)
     if job.several:
-        done = export_job(directory, out, ExportFormat(to), step, force=force, threads=threads, s3=s3)
+        done = export_job(
+            directory, out, ExportFormat(to), step, force=force, threads=threads, s3=s3, selection=selection
+        )
     elif job.remote is None and look_at_standalone_slots(Path(directory)) is not None:
         raise ConfigError(
             f"{directory}: written by DeepSpeed's save_checkpoint; lastgood.integrations.deepspeed.export_torch writes "
             "the folder of a tag as DeepSpeed would"
         )
     else:
-        done = _export(job.views[0], out, ExportFormat(to), step, force, threads, shown=not as_json)
+        done = _export(job.views[0], out, ExportFormat(to), step, force, threads, selection, shown=not as_json)
     if as_json:
         emit_json(
             {
@@ -89,7 +106,15 @@ def export(
 
 
 def _export(
-    view: SlotView, out: Path, to: ExportFormat, step: int | None, force: bool, threads: int, *, shown: bool
+    view: SlotView,
+    out: Path,
+    to: ExportFormat,
+    step: int | None,
+    force: bool,
+    threads: int,
+    selection: Selection,
+    *,
+    shown: bool,
 ) -> Exported:
     from lastgood.checkpointers.export.formats import WINDOW_BYTES, export_checkpoint
 
@@ -109,6 +134,7 @@ def _export(
                     force=force,
                     threads=threads,
                     window_bytes=window_bytes,
+                    selection=selection,
                     tell=progress.advance,
                 )
         except CorruptCheckpoint as error:

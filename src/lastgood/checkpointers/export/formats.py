@@ -16,11 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lastgood._lazy import torch
 from lastgood.bounds import memory_for
 from lastgood.checkpointers.export.safetensors_file import SafetensorsPlan, load_safetensors, write_safetensors
+from lastgood.checkpointers.export.selected import Selection, check_folder, plan_shards, write_shards
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors, read_blocks, read_layout
 from lastgood.checkpointers.torch_files.archive import check_proportion, is_zip, read_torch_file, reading_cost
 from lastgood.checkpointers.torch_files.files import map_containers, pack_numpy, unpack_numpy
@@ -41,6 +42,7 @@ from lastgood.units import MIB, format_bytes
 __all__ = [
     "ExportFormat",
     "Exported",
+    "Written",
     "check_target",
     "export_checkpoint",
     "load_exported",
@@ -79,6 +81,16 @@ class Exported:
     """Names that were not written (safetensors only), and the name that holds the same tensor."""
 
 
+class Written(NamedTuple):
+    """What `write_export` wrote."""
+
+    tensors: int
+    """Names of tensors and arrays."""
+    nbytes: int
+    aliases: Mapping[str, str]
+    """Names that were not written, and the name that holds the same tensor."""
+
+
 def export_checkpoint(
     view: SlotView,
     info: SlotInfo,
@@ -89,6 +101,7 @@ def export_checkpoint(
     threads: int = 4,
     window_bytes: int = WINDOW_BYTES,
     mode: int | None = None,
+    selection: Selection | None = None,
     tell: Callable[[int], object] = int,
 ) -> Exported:
     """Write one committed checkpoint to `out`: a file, or for DCP a directory. Every byte read is checked.
@@ -96,7 +109,8 @@ def export_checkpoint(
     A safetensors file is written while `window_bytes` (or one block of the state, or 4 chunks of the slot) after the
     other are read; the other formats take one checkpoint's size of memory. An open SlotStore keeps the slot from being
     reused meanwhile; a view cannot, and raises CorruptCheckpoint when a training has reused it. What is at `out` is
-    replaced only with `force`, and only by its like. A file gets `mode`, or what the umask leaves of 0666. `tell` hears
+    replaced only with `force`, and only by its like. A file gets `mode`, or what the umask leaves of 0666. With a
+    `selection` (safetensors only) a part of it is written for other programs, which cannot be read back. `tell` hears
     of each block's bytes once they are read.
 
     Raises:
@@ -106,7 +120,7 @@ def export_checkpoint(
         CorruptCheckpoint, MismatchError, WaitTimeout: the checkpoint cannot be read.
     """
     started = time.perf_counter()
-    check_target(out, to, force)
+    check_target(out, to, force, selection)
     with view.hold(info):
         layout = read_layout(view, info)
         tensors = named_tensors(layout)
@@ -120,8 +134,9 @@ def export_checkpoint(
         window = max(window_bytes, 4 * info.record.chunk_bytes)
         window = window if to is ExportFormat.SAFETENSORS else layout.stream_bytes
         blocks = _told(read_blocks(view, info, layout, threads, window), tell)
-        nbytes, aliases = write_export(out, to, layout, info, blocks, force=force, mode=mode)
-    return Exported(out, to, info.step, len(tensors), nbytes, time.perf_counter() - started, aliases)
+        written = write_export(out, to, layout, info, blocks, force=force, mode=mode, selection=selection)
+    seconds = time.perf_counter() - started
+    return Exported(out, to, info.step, written.tensors, written.nbytes, seconds, written.aliases)
 
 
 def _told(
@@ -142,17 +157,24 @@ def write_export(
     *,
     force: bool,
     mode: int | None = None,
-) -> tuple[int, Mapping[str, str]]:
-    """Write a state from its layout and `blocks`, all of them in order: bytes written, and names not written.
+    selection: Selection | None = None,
+) -> Written:
+    """Write a state from its layout and `blocks`, all of them in order.
 
     `info` is what the file says of its source; `out` was checked. Raises as `export_checkpoint`.
     """
     where = f"{info.path}: step {info.step}"
     tensors = named_tensors(layout)
+    count = len(tensors)
     aliases: dict[str, str] = {}
     if to is not ExportFormat.PT:
         _check_elements(out, to, tensors, layout)
-    if to is ExportFormat.SAFETENSORS:
+    if selection is not None and selection.chooses:
+        chosen = plan_shards(tensors, selection, where, out)
+        aliases, count = chosen.aliases, sum(map(len, chosen.files.values()))
+        with _appearing(out, chosen.nbytes, force=force) as temporary:
+            write_shards(temporary, chosen, selection, info, blocks, mode)
+    elif to is ExportFormat.SAFETENSORS:
         plan = SafetensorsPlan(layout, tensors, info)
         aliases = plan.aliases
         with _appearing(out, plan.file_bytes, force=force) as temporary:
@@ -165,7 +187,7 @@ def write_export(
         with _appearing(out, sum(tensor.nbytes for tensor in tensors), force=force) as temporary:
             _save_dcp(temporary, out, unflatten(layout, [block for _, block in blocks], where))
     files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
-    return sum(path.stat().st_size for path in files), aliases
+    return Written(count, sum(path.stat().st_size for path in files), aliases)
 
 
 def _check_elements(out: Path, to: ExportFormat, tensors: Sequence[NamedTensor], layout: Layout) -> None:
@@ -195,8 +217,13 @@ def load_exported(path: Path | str) -> dict[str, Any]:
 # -- appearing complete ------------------------------------------------------------------------------------------------
 
 
-def check_target(out: Path, to: ExportFormat, force: bool) -> None:
-    """Refuse, with ConfigError, a place where an export may not be written."""
+def check_target(out: Path, to: ExportFormat, force: bool, selection: Selection | None = None) -> None:
+    """Refuse, with ConfigError, a place where an export may not be written, and a selection for another format."""
+    if selection is not None and selection.chooses and to is not ExportFormat.SAFETENSORS:
+        raise ConfigError(f"{to.value} holds all of a checkpoint as it is; a choice of it is written as safetensors")
+    if selection is not None and selection.shard_bytes is not None:
+        check_folder(out, force)
+        return
     promised = _PROMISED.get(out.suffix.lower())
     if promised not in (None, to):
         raise ConfigError(

@@ -11,12 +11,13 @@ from typing import Any
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.export.formats import Exported, ExportFormat, check_target, write_export
+from lastgood.checkpointers.export.selected import Selection
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.ranks.box_reader import BoxReader
 from lastgood.checkpointers.ranks.boxes import full_runs, overlaps
 from lastgood.checkpointers.ranks.directories import whole_checkpoints
 from lastgood.checkpointers.ranks.parts import RankParts, differences
-from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
+from lastgood.checkpointers.slots.contents import NamedTensor
 from lastgood.errors import NoCheckpoint, NoGoodCheckpoint
 from lastgood.state import Layout
 from lastgood.state.layout import Node, map_leaves
@@ -37,6 +38,7 @@ def export_job(
     force: bool = False,
     threads: int = 4,
     s3: S3Options | None = None,
+    selection: Selection | None = None,
 ) -> Exported:
     """Write the newest good checkpoint that all ranks hold (or that of `step`) to `out`. Every byte is checked.
 
@@ -48,7 +50,7 @@ def export_job(
     MismatchError for directories of ranks that do not belong together.
     """
     started = time.perf_counter()
-    check_target(out, to, force)
+    check_target(out, to, force, selection)
     found = whole_checkpoints(job, s3)
     chosen = [one for one in found if (one.bad is None if step is None else one.step == step)]
     if not chosen:
@@ -60,9 +62,10 @@ def export_job(
     parts.check_together()
     with parts.reader(threads) as reader:
         merged = _Merged(parts, reader)
-        nbytes, aliases = write_export(out, to, merged.layout, chosen[0].infos[0], merged.blocks(), force=force)
-    tensors = len(named_tensors(merged.layout))
-    return Exported(out, to, chosen[0].step, tensors, nbytes, time.perf_counter() - started, aliases)
+        info = chosen[0].infos[0]
+        written = write_export(out, to, merged.layout, info, merged.blocks(), force=force, selection=selection)
+    seconds = time.perf_counter() - started
+    return Exported(out, to, chosen[0].step, written.tensors, written.nbytes, seconds, written.aliases)
 
 
 class _Merged:
