@@ -82,4 +82,4 @@ def test_every_list_begins_once() -> None:
 def test_an_unknown_part_is_refused_by_name() -> None:
     done = subprocess.run(["bash", ".ci/run", "lint", "libary"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "unknown part libary (known: lint smoke library harness sanitize nightly wheels)" in done.stderr
+    assert "unknown part libary (known: lint smoke library harness sanitize site nightly wheels)" in done.stderr
