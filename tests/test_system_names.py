@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ PAPERS = {
     "tables/optimizer.py": "Checkmate's figure",
 }
 """Who may ask which system a paper is about (experiments/systems/papers.py)."""
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    """A source, for all tests of this module."""
+    return ast.parse(text)
 
 
 def rooms_of(system: str) -> tuple[Path, ...]:
@@ -97,7 +104,7 @@ def branches_in(path: Path, text: str) -> list[str]:
     """``file:line: name`` for each decision by a system's name."""
     found = []
     where = path.relative_to(ROOT).as_posix()
-    for line, name, against in decisions(ast.parse(text)):
+    for line, name, against in decisions(parsed(text)):
         if name not in NAMES or (where, name) in ALLOWED or path == REGISTRY:
             continue
         if name in WORDS and "system" not in ast.unparse(against).lower():
@@ -118,7 +125,7 @@ def test_systems_of_papers_are_asked_for_where_papers_are_compared_only() -> Non
     asking = {
         path.relative_to(ROOT / "experiments").as_posix()
         for path in ROOT.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module == "lastgood.experiments.systems.papers"
     }
     allowed = {file for file in asking if file in PAPERS or file.split("/")[0] in PAPERS}
@@ -130,7 +137,7 @@ def test_what_is_allowed_is_there() -> None:
     there = {
         (path.relative_to(ROOT).as_posix(), name)
         for path in ROOT.rglob("*.py")
-        for _, name, _ in decisions(ast.parse(path.read_text()))
+        for _, name, _ in decisions(parsed(path.read_text()))
     }
     assert ALLOWED.keys() - there == set()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lastgood.cli import app
+from lastgood.cli import app, shadow_offset
 from lastgood.errors import ConfigError
 
 
@@ -64,9 +64,10 @@ def test_several_channels_take_a_version() -> None:
         (["1", "2", "3", "4"], "not 4 numbers"),
         (["100", "4", "--channels", "3"], "version"),
         (["100", "4", "--buffsize", "much"], "--buffsize"),
-        (["1000000000000", "4"], "more than 1000000 rows"),
+        (["1000000000000", "4"], "more than 1000 rows"),
     ],
 )
-def test_refuses(arguments: list[str], words: str) -> None:
+def test_refuses(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_offset, "_MAX_ROWS", 1000)
     with pytest.raises(ConfigError, match=words):
         CliRunner().invoke(app, ["shadow", "offset", *arguments], catch_exceptions=False)

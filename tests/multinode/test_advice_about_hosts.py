@@ -59,6 +59,7 @@ def test_ports_that_are_taken(bed: Testbed) -> None:
     assert well(bed)
 
 
+@pytest.mark.slow  # every day test_check has its findings, and the other tests here real hosts
 @follows(
     "make it, or name another with --folder",
     "free {}, or name another with --folder",

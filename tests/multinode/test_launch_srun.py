@@ -69,7 +69,7 @@ def test_a_node_that_slurm_does_not_know(cluster: SlurmCluster, tmp_path: Path) 
     assert "no Slurm controller" not in str(caught.value)
 
 
-@pytest.mark.parametrize("victim", ["launch", "srun"])
+@pytest.mark.parametrize("victim", ["launch", pytest.param("srun", marks=pytest.mark.slow)])
 def test_ranks_outlive_nobody(cluster: SlurmCluster, tmp_path: Path, victim: str) -> None:
     mark = "5123.5" if victim == "srun" else "6123.5"
     hostfile = tmp_path / "hosts"
@@ -105,7 +105,7 @@ def test_ranks_outlive_nobody(cluster: SlurmCluster, tmp_path: Path, victim: str
     [
         (False, "srun ended before rank 0 on node1", "scontrol: fatal: "),
         # srun tries to reach it for some seconds; the launch has given up before.
-        (True, "no word from rank 0 on node1", "Slurmctld(primary) at "),
+        pytest.param(True, "no word from rank 0 on node1", "Slurmctld(primary) at ", marks=pytest.mark.slow),
     ],
     ids=["not configured", "down"],
 )

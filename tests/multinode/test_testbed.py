@@ -279,7 +279,9 @@ def test_a_second_testbed_does_not_touch_the_first_and_leaves_nothing(bed: Testb
     assert Testbed.remove(own_name) is False
 
 
-@pytest.mark.parametrize("after_s", [0.03, 0.15, 0.4])
+@pytest.mark.parametrize(
+    "after_s", [pytest.param(0.03, marks=pytest.mark.slow), 0.15, pytest.param(0.4, marks=pytest.mark.slow)]
+)
 def test_an_up_that_was_killed_is_removed(own_name: str, after_s: float) -> None:
     process = maker(own_name, then="time.sleep(60)")
     time.sleep(after_s)

@@ -1,6 +1,6 @@
 """What error feedback is for: digits, a small perceptron, two workers of 32, real engines.
 
-Four trainings for each seed, some 6 s of one core each: one seed every day.
+Two trainings for each seed, some 6 s of one core each: one seed every day.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ def accuracy(digits, seed, compressor, compression, feedback):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_error_feedback_makes_up_for_what_is_not_sent(digits, seed):
     one_in_a_thousand = [accuracy(digits, seed, "topk", 0.999, feedback) for feedback in (True, False)]
-    blocks = [accuracy(digits, seed, "v16", 0.99, feedback) for feedback in (True, False)]
     assert one_in_a_thousand[0] >= 0.92
     assert one_in_a_thousand[1] <= 0.75
+
+
+@pytest.mark.slow  # the same engine with another compressor
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_error_feedback_makes_up_for_blocks_that_are_not_sent(digits, seed):
+    blocks = [accuracy(digits, seed, "v16", 0.99, feedback) for feedback in (True, False)]
     assert blocks[0] >= blocks[1] + 0.04

@@ -88,6 +88,7 @@ def test_runs_of_a_plan(tmp_path, monkeypatch):
     asks = r"`lastgood (plan FIGURE --json)`"
     assert advice(again, asks) == advice(message, asks)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("lastgood.experiments.runs.probe.probe_machine", lambda *_, **__: None)  # it takes its time
     plan = lastgood(advice(message, asks).replace("FIGURE", "fig8"))
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text(plan)

@@ -103,6 +103,7 @@ def bed() -> Iterator[Testbed]:
         yield made
 
 
+@pytest.mark.slow  # every day tests/mirror/setup has real mirrors
 @pytest.mark.root
 @follows(
     "testbed {} mirrors nothing to {}; `lastgood mirror setup` makes a mirror",

@@ -187,7 +187,7 @@ class Checkout:
     "run bash install.sh; it needs a C++17 compiler",
     one_of_them=True,
 )
-@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("lacking", [pytest.param("matplotlib", marks=pytest.mark.slow), "native core"])
 def test_an_installation_that_lost_something(lacking, tmp_path):
     checkout = Checkout(tmp_path / "checkout", lacking)
     (message,) = checkout.faults().values()

@@ -165,7 +165,6 @@ class Driven:
 def driven(tmp_path_factory, data_dir):
     no_keep = spec_of("sync").run.model_copy(update={"system_options": {"keep": 0}})
     specs = {
-        "none": spec_of("none", interval=0, failures_s=[0.8], window_s=1.3),
         "quick": spec_of("sync", failures_s=[0.6, 0.601, 0.602], window_s=1.0),
         # The first incarnation must come well beyond its second checkpoint, on a busy machine as well.
         "rarely": spec_of("rarely", interval=2, window_s=4.0, failures_s=[2.5]),
@@ -181,6 +180,7 @@ def driven(tmp_path_factory, data_dir):
 @pytest.fixture(scope="module")
 def driven_slowly(tmp_path_factory, data_dir):
     specs = {
+        "none": spec_of("none", interval=0, failures_s=[0.8], window_s=1.3),
         **{system: spec_of(system, window_s=4.0, failures_s=[1.2, 2.6]) for system in SYSTEMS},
         **{liar: spec_of(liar, interval=2, window_s=1.5, failures_s=[1.0]) for liar in ("late", "forgets")},
     }
@@ -246,8 +246,8 @@ def test_every_system_keeps_what_it_called_durable(system, driven_slowly):
 
 
 @pytest.mark.slow
-def test_without_checkpoints_every_failure_takes_everything(driven):
-    record = driven.record("none", came_far)
+def test_without_checkpoints_every_failure_takes_everything(driven_slowly):
+    record = driven_slowly.record("none", came_far)
     first, last = record.lives
     assert record.faults == []
     assert last.restored_step == 0

@@ -181,7 +181,8 @@ def test_under_deepspeed_each_rank_keeps_its_part(job, parallel):
     assert record.ranks.bytes_per_disk == sum(one.checkpoint_bytes for one in record.ranks.ranks) == sum(held)
 
 
-@pytest.mark.parametrize("system", ["sync", pytest.param("checkfreq", marks=pytest.mark.slow)])
+@pytest.mark.slow  # every day a lost rank fails a run, and test_ranks (checkpointers) finds states that differ
+@pytest.mark.parametrize("system", ["sync", "checkfreq"])
 def test_where_rank_0_writes_for_all_another_state_fails_the_ranks_and_is_named(system, tmp_path):
     order = RankOrder(
         spec=spec_of(system),

@@ -88,8 +88,8 @@ def test_one_checkpoint_at_a_time_of_a_blob(system, job):
 @pytest.mark.parametrize(
     "system",
     [
-        "none",
-        "sync",
+        pytest.param("none", marks=pytest.mark.slow),
+        pytest.param("sync", marks=pytest.mark.slow),
         pytest.param("checkfreq", marks=pytest.mark.slow),
         pytest.param("gpm", marks=pytest.mark.slow),
         "gemini",
@@ -237,7 +237,9 @@ def test_a_child_that_dies_is_named_with_its_stage(job):
     assert not job.out.exists()
 
 
-@pytest.mark.parametrize("system", ["sync", pytest.param("checkfreq", marks=pytest.mark.slow), "pccheck"])
+@pytest.mark.parametrize(
+    "system", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "checkfreq")), "pccheck"]
+)
 def test_a_full_disk_fails_the_run_with_path_and_bytes(system, job):
     process = WarmRun(["run", *job.arguments(spec_of(system))], file_bytes=20_000 << 10)
     output, _ = process.communicate(timeout=240)
@@ -252,7 +254,7 @@ def test_a_full_disk_fails_the_run_with_path_and_bytes(system, job):
 def test_waits_its_turn_and_says_for_whom(job):
     lock = machine_lock()
     lock.acquire(timeout_s=200)
-    process = job.start_cold(spec_of("none", 0))
+    process = job.start(spec_of("none", 0))
     try:
         lines = []
         for line in process.stdout:
@@ -324,7 +326,7 @@ def test_a_scratch_that_cannot_be_made_is_named(job, tmp_path):
     assert "set `scratch`" in " ".join(output.split())
 
 
-@pytest.mark.parametrize("system", ["sync", "pccheck"])
+@pytest.mark.parametrize("system", [pytest.param("sync", marks=pytest.mark.slow), "pccheck"])
 def test_the_live_half_of_the_proof_in_a_process_of_its_own(system, job):
     """As on CUDA, where what the proof needs would slow down the measurement."""
     spec = spec_of(system)

@@ -209,5 +209,5 @@ class Spilling(RuleBasedStateMachine):
         assert self.plan.common is None or self.plan.common in self.common()
 
 
-Spilling.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Spilling.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestSpilling = Spilling.TestCase

@@ -49,7 +49,7 @@ def test_another_number_of_ranks_loads_it_placed_in_another_way(ranks, where):
     assert ranks.run("loads_from_bucket", 2, seed=len("sync"), placed=placed, **there) == [[], []]
 
 
-@pytest.mark.parametrize(("stage", "victim"), [("write", 2), ("finish", 0)])
+@pytest.mark.parametrize(("stage", "victim"), [pytest.param("write", 2, marks=pytest.mark.slow), ("finish", 0)])
 def test_a_rank_that_dies_is_named_on_all_others(ranks, where, stage, victim):
     codes, answers, folder = ranks.ask(
         "bad_day_in_bucket", 3, where=stage, victim=victim, dies=True, timeout_s=TIMEOUT_S, store="file", **where

@@ -23,7 +23,8 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("world", "how"), [(2, "sync"), pytest.param(3, "thread", marks=pytest.mark.slow), (2, "process")]
+    ("world", "how"),
+    [(2, "sync"), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((3, "thread"), (2, "process")))],
 )
 def test_what_each_writer_writes_each_reader_reads(ranks, tmp_path, world, how):
     for answer in ranks.run("both_ways", world, place=str(tmp_path), how=how):

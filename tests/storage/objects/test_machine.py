@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 def played(seed: int) -> list[list[str]]:

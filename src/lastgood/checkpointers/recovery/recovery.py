@@ -244,4 +244,4 @@ def _tell_damage(view: SlotView) -> None:
     """What was a checkpoint, perhaps the newest one, and is passed over."""
     for status in view.statuses():
         if status.may_be_damaged:
-            _log.warning("%s: not a whole checkpoint: %s; trying others", status.path, status.detail)
+            _log.warning("%s: not a complete checkpoint: %s; trying others", status.path, status.detail)
