@@ -15,9 +15,9 @@ import pytest
 from tests.gradients.support.fault_campaign import make_schedule, run_schedule
 from tests.gradients.support.fault_training import Oracle
 
-EVERYDAY = 10
+EVERYDAY = 5
 LONG = 1000
-BATCH = 10
+BATCH = 5
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,8 @@ def assert_goes_on(directory, system, staleness, kill_at, victims, expected):
 
 
 @pytest.mark.parametrize(
-    ("system", "staleness", "kill_at", "victims"), [("pccheck", 1, 17, range(RANKS)), ("sync", 0, 11, [1])]
+    ("system", "staleness", "kill_at", "victims"),
+    [("pccheck", 1, 17, range(RANKS)), pytest.param("sync", 0, 11, [1], marks=pytest.mark.slow)],
 )
 def test_ranks_that_are_killed_go_on_to_the_bit(tmp_path, system, staleness, kill_at, victims, expected):
     """Processes are begun twice, with all that they import: some 5 s on an idle machine."""

@@ -80,7 +80,7 @@ def test_what_makes_no_pairs_is_refused(changes):
 
 
 @pytest.mark.measures
-@pytest.mark.parametrize("system", ["pccheck", "none"])
+@pytest.mark.parametrize("system", ["pccheck", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_run_in_pairs_is_recorded_block_by_block(tmp_path, system):
     prepare_dataset("images", tmp_path)
     plan = {"rounds": 2, "half_width": 0.5, "budget_s": 1.0}

@@ -71,6 +71,7 @@ def test_all_of_a_watched_node_both_ways_and_undone_without_a_trace(bed: Testbed
     assert kernel_state(bed) == before and bed.monitors() == ()
 
 
+@pytest.mark.slow  # every day the one link of both directions
 def test_a_link_for_each_direction_and_two_monitors_of_one_port(bed: Testbed) -> None:
     before = kernel_state(bed)
     split = bed.mirror(["vm1"], "vm3", split=True)
