@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-MEASURES = re.compile(r"warm_runs|slurm_cluster|workflow_folder|mark\.slurm\b|\"snakemake\"|import snakemake")
+MEASURES = re.compile(r"warm_runs|slurm_cluster|workflow_folder|mark\.slurm\b|\"-m\", \"snakemake\"|import snakemake")
 """What shows that a module takes its turn on the machine, or starts Slurm or Snakemake."""
 
 
