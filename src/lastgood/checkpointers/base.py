@@ -28,7 +28,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lastgood.checkpointers.attach.process_end import Endable, Ending
+from lastgood.checkpointers.attach.counting import Counts
+from lastgood.checkpointers.attach.process_end import Ending
 from lastgood.checkpointers.attach.steppers import check_steppers
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made_options
@@ -49,7 +50,6 @@ from lastgood.world import world_of_torch
 
 if TYPE_CHECKING:
     from lastgood.checkpointers.attach.attachment import Attachment
-    from lastgood.checkpointers.attach.data_cursor import CountedLoader
     from lastgood.checkpointers.attach.data_facts import DataChanged
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Checkpointer"]
@@ -60,7 +60,7 @@ DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
 
 
-class Checkpointer(Endable):
+class Checkpointer(Counts):
     """Takes the state of a running training and can give it back.
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
@@ -152,7 +152,7 @@ class Checkpointer(Endable):
         Call it once, before the first step. `parts` are what the run needs to go on: modules, optimizers, schedulers,
         scalers, tensors, dicts and lists of plain values; None is left out. Random generators and the number of steps
         are added. With `data` (a loader), iterate over ``self.data`` instead: it counts the batches that training has
-        consumed.
+        consumed; one that was given to `count` before is taken by itself.
 
         `data_changed` says what to do if the checkpoint was made in the middle of an epoch, and the loader has another
         batch size or other data now: raise MismatchError, or go on after the same number of ``"samples"``, or begin the
@@ -201,7 +201,7 @@ class Checkpointer(Endable):
                 f"{self.name}: attach() needs interval_steps, for instance "
                 f"{type(self).__name__}({str(self.directory)!r}, interval_steps=10)"
             )
-        attachment = Attachment(self.name, parts, data, data_changed)
+        attachment = Attachment(self.name, parts, self._data_of(data), data_changed)
         traces = Traces(self._folders())
         try:
             self._refuse_layout()
@@ -231,6 +231,7 @@ class Checkpointer(Endable):
         with generators_kept():
             self._begun()
         self._attachment = attachment
+        self._hooks.began = attachment.update_begins
         if self._world()[0] == 0:  # all ranks of a job go on together
             attachment.tell_beginning(self.name, self._place_of(attachment.progress.step), resumed=resumed)
         return attachment.progress.step
@@ -259,21 +260,6 @@ class Checkpointer(Endable):
     def status(self) -> SaveStatus:
         """How old the newest durable checkpoint of this incarnation is, and how many saves have failed since."""
         return self._health.status(self.events)
-
-    @property
-    def data(self) -> CountedLoader:
-        """The attached loader, counting; iterate over this one."""
-        data = self._attached().data
-        if data is None:
-            raise CheckpointError(
-                f"{self.name}: attach() was given no data; pass the loader, as attach(..., data=loader)"
-            )
-        return data
-
-    def _attached(self) -> Attachment:
-        if self._attachment is None:
-            raise CheckpointError(f"{self.name}: attach(...) must be called first, as attach(model=model)")
-        return self._attachment
 
     def _compare_beginnings(self) -> None:
         if self._refusals is not None:
@@ -360,7 +346,7 @@ class Checkpointer(Endable):
         """Give back threads, files and hooks. Safe to call twice, and after a failure."""
         self._hooks.remove()
         self._state = None
-        self._attachment = None
+        self._attachment = self._counted = None
         self._beginnings = None
         if self._refusals is not None:
             self._refusals.close()

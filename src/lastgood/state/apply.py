@@ -13,7 +13,7 @@ from lastgood._lazy import torch
 from lastgood.errors import CheckpointError, LastgoodError
 from lastgood.state.bits import copy_bits, needs_own_copy
 from lastgood.state.checked import loads_last
-from lastgood.state.compare import Keys, check_tree, holds_live_parts, stays_itself
+from lastgood.state.compare import Keys, check_tree, holds_live_parts, same_entries, stays_itself
 from lastgood.state.flatten import is_stateful
 from lastgood.state.optimizer_loads import load_optimizer
 from lastgood.state.optimizers import is_optimizer
@@ -118,7 +118,10 @@ def _load_module(live: torch.nn.Module, saved: Mapping[str, Any], path: str) -> 
     current = live.state_dict(keep_vars=True)
     given: OrderedDict[str, Any] = OrderedDict()
     inference = False
-    for key, value in saved.items():
+    # Checked before: a name that the module does not know is refused by torch.
+    names = same_entries(saved, current) or {}
+    for saved_key, value in saved.items():
+        key = names.get(saved_key, saved_key)
         own = current.get(key)
         if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
             inference |= local_part(own).is_inference()

@@ -6,7 +6,7 @@ compared here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from lastgood.state.optimizer_loads import has_torch_layout
 from lastgood.state.optimizers import is_optimizer
 from lastgood.state.shards import is_sharded, same_place
 
-__all__ = ["Keys", "check_tree", "holds_live_parts", "other_order", "plain_names", "stays_itself"]
+__all__ = ["Keys", "check_tree", "holds_live_parts", "other_order", "plain_names", "same_entries", "stays_itself"]
 
 Keys = tuple[Any, ...]
 """Where something is in a tree: the keys of mappings and numbers of sequences that lead to it."""
@@ -188,14 +188,16 @@ def _check_module(live: torch.nn.Module, saved: Any, path: str) -> None:
     if not isinstance(saved, Mapping):
         raise MismatchError(f"{path}: the state holds {_kind(live)}, the checkpoint {_kind(saved)}")
     current = live.state_dict()
-    if current.keys() != saved.keys():
+    names = same_entries(saved, current)
+    if names is None:
         raise MismatchError(
             f"{path}: the checkpoint lacks {_listed(current.keys() - saved.keys())} and holds "
             f"{_listed(saved.keys() - current.keys())} beyond the model's entries"
         )
-    for key, value in current.items():
-        if isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
-            _check_tensor(value, saved[key], f"{path}.{key}")
+    for key, own in names.items():
+        value = current[own]
+        if isinstance(value, torch.Tensor) and not own.endswith(_EXTRA_STATE):
+            _check_tensor(value, saved[key], f"{path}.{own}")
 
 
 def _check_optimizer(live: Any, saved: Any, path: str) -> None:
@@ -221,8 +223,22 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 def plain_names(names: Sequence[str]) -> list[str]:
-    """Names of parameters without what wrappers of modules put into them (DDP, torch.compile, FSDP)."""
+    """Names of entries without what wrappers of modules put into them (DDP, torch.compile, FSDP)."""
     return [".".join(word for word in name.split(".") if word not in _WRAPPERS) for name in names]
+
+
+def same_entries(saved: Collection[str], live: Collection[str]) -> dict[str, str] | None:
+    """For each name of a saved module's entries that of the live one's, wrapped or not; None if they are others.
+
+    A training under torch.compile or DDP goes on without, and the other way round.
+    """
+    if set(saved) == set(live):
+        return {name: name for name in saved}
+    found = dict(zip(plain_names(list(saved)), saved, strict=True))
+    now = dict(zip(plain_names(list(live)), live, strict=True))
+    if found.keys() != now.keys() or len(found) != len(saved) or len(now) != len(live):
+        return None
+    return {name: now[plain] for plain, name in found.items()}
 
 
 def other_order(saved: Sequence[str], live: Sequence[str]) -> str:

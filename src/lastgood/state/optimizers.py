@@ -19,6 +19,18 @@ _DEPTH = 4
 """Wrappers around wrappers that are looked through."""
 _MOST_ITEMS = 10_000
 """A longer container holds a training's values, or its data, and no optimizers."""
+_FORWARDERS = {
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "lightning.fabric.wrappers._FabricOptimizer": "_optimizer",
+    "lightning_fabric.wrappers._FabricOptimizer": "_optimizer",
+    "lightning.pytorch.core.optimizer.LightningOptimizer": "_optimizer",
+    "pytorch_lightning.core.optimizer.LightningOptimizer": "_optimizer",
+}
+"""Wrappers of frameworks that change nothing themselves, and where each keeps the optimizer that it steps.
+
+They are called for each micro-batch, and step what is beneath at the end of a window only; their ``train`` and ``eval``
+are called before each batch, whether or not what is beneath has them.
+"""
 
 
 def is_optimizer(part: Any) -> bool:
@@ -40,10 +52,21 @@ def calls_step_hooks(optimizer: Any) -> bool:
     )
 
 
+def _forwards_to(optimizer: Any) -> Any | None:
+    """The optimizer that a known wrapper hands each step on to, if nobody has given it a step of his own."""
+    for kind in type(optimizer).__mro__:
+        place = _FORWARDERS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if place is not None:
+            own = getattr(type(optimizer), "step", None) is getattr(kind, "step", None)
+            return vars(optimizer).get(place) if own else None
+    return None
+
+
 def optimizers_beneath(part: Any) -> list[Any]:
     """All optimizers in an entry of a state, outermost first: `part` itself, and what it holds in attributes or items.
 
-    It may be an optimizer, a list or mapping of some, or a user's own object that keeps one (a trainer).
+    Of a framework's wrapper that only hands steps on, the one that steps is taken alone. It may be an optimizer, a list
+    or mapping of some, or a user's own object that keeps one (a trainer).
     """
     found: list[Any] = []
     _collect(part, found, _DEPTH)
@@ -94,6 +117,10 @@ def _collect(part: Any, found: list[Any], depth: int) -> None:
         if depth:
             for item in _held(part):
                 _collect(item, found, depth - 1)
+        return
+    beneath = _forwards_to(part)
+    if beneath is not None:
+        _collect(beneath, found, depth)
         return
     found.append(part)
     if depth:

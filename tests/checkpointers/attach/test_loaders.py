@@ -83,6 +83,31 @@ class Wrapped:
         self.base_dataloader.load_state_dict(state)
 
 
+class Drawing(torch.utils.data.Dataset):
+    """Items that draw, as collators of masked language models do."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1) + index
+
+
+class Ahead:
+    """As accelerate's without workers: the batch after the one that it gives is made already."""
+
+    def __init__(self) -> None:
+        self.base_dataloader = DataLoader(Drawing(), shuffle=True)
+
+    def __iter__(self):
+        batches = iter(self.base_dataloader)
+        held = next(batches)
+        for batch in batches:
+            yield held
+            held = batch
+        yield held
+
+
 class Broken:
     """A wrapper that nobody knows, whose state_dict fails."""
 
@@ -118,7 +143,7 @@ def life(directory, make, system: str, until: int) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("make", [Asked, AskedOnce, Wrapped, Broken])
+@pytest.mark.parametrize("make", [Asked, AskedOnce, Wrapped, Ahead, Broken])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_resumed_loop_is_the_unbroken_one(system, make, tmp_path):
     unbroken = life(tmp_path / "a", make, system, 9)

@@ -46,6 +46,28 @@ class Progress(Checked):
         self.step = int(state["step"])
 
 
+class _Generators(RngState):
+    """The generators; while a window of gradient accumulation is open, as they stood at the last update."""
+
+    def __init__(self, data: CountedLoader | None) -> None:
+        self._data = data
+        self._at_update: dict[str, Any] | None = None
+
+    def updated(self, *, accumulates: bool) -> None:
+        """The batches that were taken so far are in the weights; with `accumulates`, there were several of them."""
+        self._at_update = super().state_dict() if accumulates else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the window that is open drew, it draws again after a restart."""
+        open_window = self._at_update is not None and self._data is not None and self._data.in_window
+        return dict(self._at_update or {}) if open_window else super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set every generator."""
+        self._at_update = None
+        super().load_state_dict(state)
+
+
 class Attachment:
     """The state made of a user's parts and of what every run needs beside them."""
 
@@ -68,7 +90,11 @@ class Attachment:
                     f"for ever, and could not be given back; put it into a dict, attach({name}={{'value': "
                     f"{part!r:.80}}}), and change it there"
                 )
-        self.data = None if data is None else CountedLoader(data, data_changed)
+        if isinstance(data, CountedLoader):
+            data.changed = data_changed
+            self.data: CountedLoader | None = data
+        else:
+            self.data = None if data is None else CountedLoader(data, data_changed)
         self.state: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
         if not self.state:
             raise ConfigError(
@@ -79,12 +105,14 @@ class Attachment:
         self.state["progress"] = self.progress
         if self.data is not None:
             self.state["data"] = self.data
-        self.state["rng"] = RngState()
-        self._first_batches = 0
+        self._generators = self.state["rng"] = _Generators(self.data)
+        self._first_batches = self._updated_batches = 0
+        self._accumulates = False
+        """Whether the newest update was made of several batches."""
 
     def begin(self) -> None:
         """The state is restored: from here on batches and steps are counted."""
-        self._first_batches = 0 if self.data is None else self.data.total_batches
+        self._first_batches = self._updated_batches = 0 if self.data is None else self.data.total_batches
 
     def tell_beginning(self, system: str, place: Path, *, resumed: bool) -> None:
         """Say where the training goes on, or that it begins again."""
@@ -107,9 +135,25 @@ class Attachment:
                 "for batch in checkpointer.data"
             )
         if self.data is not None:
+            self._updated(self.data)
             self.data.trained()
         self.progress.step += 1
         return self.progress.step
+
+    def update_begins(self) -> None:
+        """An optimizer's step begins: what comes after it belongs to the next update.
+
+        A loss scaler leaves steps out, whose batches have done their work all the same: there `step_finished` says it.
+        """
+        if self.data is not None and not self.trained.scales:
+            self._updated(self.data)
+            self.data.updated()
+
+    def _updated(self, data: CountedLoader) -> None:
+        taken = data.total_batches - self._updated_batches
+        if taken:  # else it is an optimizer beside another one, or the end of the same step
+            self._accumulates, self._updated_batches = taken > 1, data.total_batches
+        self._generators.updated(accumulates=self._accumulates)
 
     def tell_lost_gradients(self, system: str, step: int, updates: int, *, saves: bool) -> None:
         """Warn if gradients are being accumulated while the checkpoint of `step` is made; `updates` as in Trained."""

@@ -24,6 +24,16 @@ _NOT_BEGUN: Mapping[str, Any] = {}
 """Stands for the own state of a loader that was never iterated over."""
 
 
+def _host_generators() -> dict[str, Any]:
+    """Of Python, numpy and torch's CPU: what loaders draw from."""
+    return {**RngState().state_dict(), "cuda": []}
+
+
+def _workers(loader: Any) -> int:
+    found = getattr(loader, "num_workers", 0)
+    return found if type(found) is int else 0
+
+
 class CountedLoader(Checked):
     """An iterable of batches that knows how many were taken, as a part of a training state.
 
@@ -38,6 +48,11 @@ class CountedLoader(Checked):
 
     `changed` says what to do if a checkpoint was made in the middle of an epoch, and the loader has another batch size
     or other data now: refuse it, go on after the same number of samples, or begin the next epoch.
+
+    A checkpoint that is made after more batches were taken, and before they were trained on (in a window of gradient
+    accumulation), has the place of the last update: those batches come again. Not so of a loader that keeps its own.
+
+    All else that is asked of it, the loader answers (``dataset``, ``set_epoch``), so that frameworks take it as well.
 
     A loader's own state_dict is not asked before the loader was begun in this incarnation: some begin, or draw from
     generators, when they are asked.
@@ -54,10 +69,12 @@ class CountedLoader(Checked):
                 "come back to a place in it; give the loader itself"
             )
         self.loader = loader
-        self._changed = changed
+        self.changed: DataChanged = changed
         # accelerate's loaders have the methods in any case, and hand them on to what is beneath.
         beneath = getattr(loader, "base_dataloader", loader)
         self._keeps_its_place = is_stateful(loader) and is_stateful(beneath)
+        self._reads_ahead = beneath is not loader and not self._keeps_its_place and not _workers(beneath)
+        """Whether it makes the batch after the one that it hands out, in this process, and may draw for it."""
         self._begun = False
         """Whether the loader was iterated over since it was attached or loaded."""
         self._loaded: Any = _NOT_BEGUN
@@ -72,8 +89,26 @@ class CountedLoader(Checked):
         self._resume_generators: dict[str, Any] | None = None
         """Where the generators stood when the resumed loop was begun first: a look at a batch draws from them."""
         self._epoch_start: dict[str, Any] = {}
+        self._ahead: dict[str, Any] = {}
+        """Where the generators stood when the newest batch was asked for, if the loader reads ahead."""
+        self._updated: dict[str, Any] | None = None
+        """The place of the last update, as far as it may be another one now."""
         self._made_of: dict[str, Any] | None = None
         self._running: object = None
+
+    def __getattr__(self, name: str) -> Any:
+        """What the loader has. Only for what is not found here."""
+        if name.startswith("__") or "loader" not in self.__dict__:  # in the middle of being copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def check_unused(self, name: str) -> None:
+        """Raise DataError if batches were taken before the training was attached: they would be in no checkpoint."""
+        if self.total_batches and self._resume is None:
+            raise DataError(
+                f"{name}: {self.total_batches} batches were taken from the counted loader before attach(), which would "
+                "go on from another place in the data; call attach() before the first loop"
+            )
 
     def __len__(self) -> int:
         """Batches of a whole epoch, if the loader knows."""
@@ -94,11 +129,17 @@ class CountedLoader(Checked):
         return self._count(batches, ticket)
 
     def _count(self, batches: Iterator[Any], ticket: object) -> Iterator[Any]:
-        for batch in batches:
+        while True:
+            ahead = _host_generators() if self._reads_ahead else {}
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
             if self._running is not ticket:
                 raise DataError("two loops run over one attached loader; only one of them can be counted")
             self.batches += 1
             self.total_batches += 1
+            self._ahead = ahead
             yield batch
         # Only the data's end gets here; a loop that is left keeps its place.
         if self._running is ticket:
@@ -107,6 +148,21 @@ class CountedLoader(Checked):
     def trained(self) -> None:
         """A step was trained on: from here on a new loop is a new epoch, also after a resume."""
         self._resume = self._resume_generators = None
+        self.updated()
+
+    def updated(self) -> None:
+        """The weights were updated by all batches that were taken: from here a restart goes on."""
+        self._updated = self._place()
+
+    @property
+    def window(self) -> int:
+        """Batches that were taken since the last update."""
+        return 0 if self._updated is None else self.total_batches - int(self._updated["total_batches"])
+
+    def end_epoch(self) -> None:
+        """This pass is over, though the loader was not asked for more than its last batch. Safe to call twice."""
+        if self.batches:
+            self._end_epoch()
 
     def _end_epoch(self) -> None:
         self._resume = self._resume_generators = None
@@ -119,15 +175,36 @@ class CountedLoader(Checked):
         replicas, epoch = self._replicas(), epoch_of(self.loader)
         # Only if a sampler deals its order out to ranks: other states keep the layout that they always had.
         found = {} if replicas is None else {"replicas": replicas}
-        return (found if epoch is None else found | {"loader_epoch": epoch}) | {
+        found |= {} if epoch is None else {"loader_epoch": epoch}
+        return found | {
+            **self._place(),
+            "generators": [generator.get_state() for generator in self._own_generators()],
+            "loader": self._own_state(),
+            "made_of": self._facts(),
+            **self._place_of_update(),
+        }
+
+    @property
+    def in_window(self) -> bool:
+        """Whether batches of this epoch were taken since the last update, and are to come again after a restart."""
+        same_epoch = self._updated is not None and self._updated["epoch"] == self.epoch
+        return same_epoch and self.window > 0 and not self._keeps_its_place
+
+    def _place_of_update(self) -> dict[str, Any]:
+        """What of the present place was another one at the last update."""
+        if self._updated is None or not self.in_window:
+            return {}
+        begins = not self._updated["batches"] and "own" in self._epoch_start
+        return self._updated | ({"generators": self._epoch_start["own"]} if begins else {})
+
+    def _place(self) -> dict[str, Any]:
+        place = {
             "epoch": self.epoch,
             "batches": self.batches,
             "total_batches": self.total_batches,
             "epoch_start": self._epoch_start,
-            "generators": [generator.get_state() for generator in self._own_generators()],
-            "loader": self._own_state(),
-            "made_of": self._facts(),
         }
+        return place | {"ahead": self._ahead} if self._reads_ahead else place
 
     def place_after(self, batches: int) -> dict[str, Any]:
         """The state of a training that has consumed so many batches, if the loader's order is known from the epoch.
@@ -186,7 +263,7 @@ class CountedLoader(Checked):
             raise DataError(
                 f"{path}: the checkpoint was made with {before}, and {now} is attached; attach the same kind"
             )
-        if self._changed == "refuse" and saved["batches"]:
+        if self.changed == "refuse" and saved["batches"]:
             found = difference(saved.get("made_of"), self._facts(), int(saved["batches"]))
             if found is not None and not found.complete:
                 raise MismatchError(f"{path}: {found.refusal}")
@@ -210,8 +287,8 @@ class CountedLoader(Checked):
         self._take(state)
         if "loader_epoch" in state:
             set_epoch(self.loader, int(state["loader_epoch"]))
-        self._epoch_start = dict(state["epoch_start"])
-        self._running = None
+        self._epoch_start, self._ahead = dict(state["epoch_start"]), dict(state.get("ahead", {}))
+        self._running = self._updated = None
         self._resume = self._resume_generators = None
         own = self._own_generators()
         if midway:
@@ -229,7 +306,7 @@ class CountedLoader(Checked):
         found = difference(state.get("made_of"), self._facts(), int(state["batches"]))
         if found is None or not state["batches"]:
             return state, bool(state["batches"])
-        if found.complete or self._changed == "epoch":
+        if found.complete or self.changed == "epoch":
             if not found.complete:
                 _log.warning("data: %s; the rest of epoch %d is left out", found.change, state["epoch"])
             following = {} if "loader_epoch" not in state else {"loader_epoch": int(state["loader_epoch"]) + 1}
@@ -259,7 +336,7 @@ class CountedLoader(Checked):
         first = states[0]
         saved, live = first.get("replicas"), self._replicas()
         # An order that is dealt out depends on seed and epoch alone, not on the ranks' own generators.
-        own = ("made_of",) if saved is None else ("made_of", "epoch_start", "generators")
+        own = ("made_of", "ahead", *(() if saved is None else ("epoch_start", "generators")))
         digests = {state_digest({key: value for key, value in state.items() if key not in own}) for state in states}
         if len(digests) > 1:
             places = [(int(state["epoch"]), int(state["batches"])) for state in states]
@@ -269,7 +346,7 @@ class CountedLoader(Checked):
                 "ranks; restore with as many ranks as before, or without data"
             )
         if saved is None and live is None:
-            self.load_state_dict(dict(first))
+            self.load_state_dict({key: value for key, value in first.items() if key != "ahead"})
             return
         if first["batches"] and (saved is None or live is None or first["loader"] is not None):
             dealt = [f"dealt out to {count} ranks" if count else "the same on every rank" for count in (saved, live)]
@@ -286,7 +363,7 @@ class CountedLoader(Checked):
             )
         self.load_state_dict(
             {
-                **first,
+                **{key: value for key, value in first.items() if key != "ahead"},
                 "batches": counts[0] // after,
                 "total_batches": counts[1] // after,
                 "epoch_start": self._generators(),
@@ -321,6 +398,8 @@ class CountedLoader(Checked):
             self._set_generators(self._epoch_start)
             batches = iter(self.loader)
             for number in range(self.batches):
+                if number == self.batches - 1 and state.get("ahead"):
+                    RngState().load_state_dict(state["ahead"])  # for the batch after it, which was made with it
                 try:
                     next(batches)
                 except StopIteration:
@@ -333,7 +412,7 @@ class CountedLoader(Checked):
             now.load_state_dict(self._resume_generators)
 
     def _generators(self) -> dict[str, Any]:
-        states: dict[str, Any] = {"rng": {**RngState().state_dict(), "cuda": []}}
+        states: dict[str, Any] = {"rng": _host_generators()}
         states["own"] = [generator.get_state() for generator in self._own_generators()]
         return states
 

@@ -103,6 +103,11 @@ class Trained:
                 found.append((text, f'{reached[name]}.param_groups[{group}]["params"][{place}]'))
         return found
 
+    @property
+    def scales(self) -> bool:
+        """Whether a loss scaler is among the parts."""
+        return any(isinstance(part, torch.amp.GradScaler) for part in self._parts.values())
+
     def loses_gradients(self, updates: int, *, saves: bool) -> bool:
         """Whether a checkpoint lies between two updates, with gradients that it does not hold; true once at most.
 
@@ -114,9 +119,8 @@ class Trained:
         pending = any(
             one.grad is not None for part in self._optimizers().values() for _, _, one in trained_parameters(part)
         )
-        scales = any(isinstance(part, torch.amp.GradScaler) for part in self._parts.values())
         self._windows += pending
-        if self._windows < (_SKIPPED_BY_A_SCALER if scales else 1):
+        if self._windows < (_SKIPPED_BY_A_SCALER if self.scales else 1):
             return False
         self._windows = -1
         return True

@@ -211,7 +211,7 @@ class FromRanks:
         """Make the target of a tensor, and say which boxes of which ranks fill it."""
         like = self._live.like(tensor)
         target = self._live.memory(tensor.name)
-        known = self._live.named.get(tensor.name)
+        known = self._live.known(tensor.name)
         shape, dtype = tensor.whole_shape, dtype_named(tensor.dtype)
         if known is not None and (known.whole_shape != shape or known.dtype != tensor.dtype):
             if keeps_its_tensors(self._rest[tensor.part]):

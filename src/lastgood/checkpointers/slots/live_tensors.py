@@ -9,6 +9,7 @@ from typing import Any
 from lastgood._lazy import torch
 from lastgood.checkpointers.slots.contents import NamedTensor, named_tensors
 from lastgood.state import flatten, is_stateful
+from lastgood.state.compare import plain_names
 from lastgood.state.shards import describe_shard, is_sharded
 
 __all__ = ["LiveTensors", "keeps_its_tensors", "parameter_beside"]
@@ -59,10 +60,15 @@ class LiveTensors:
         self.named = {tensor.name: tensor for tensor in named_tensors(self.flat.layout)}
         shards = [name for name, tensor in self.named.items() if tensor.shard is not None]
         self._spread: dict[str, Any] = dict(zip(shards, self.flat.sharded, strict=True))
+        self._plain = dict(zip(plain_names(list(self.named)), self.named.values(), strict=True))
+
+    def known(self, name: str) -> NamedTensor | None:
+        """The live tensor that a checkpoint calls so: wrappers (DDP, torch.compile) may put words into names."""
+        return self.named.get(name) or self._plain.get(plain_names([name])[0])
 
     def memory(self, name: str) -> torch.Tensor | None:
         """The live tensor of this name (of a spread one, its part here) if loading only copies into it."""
-        tensor = self.named.get(name)
+        tensor = self.known(name)
         if tensor is None or tensor.is_array or not keeps_its_tensors(self.state[tensor.part]):
             return None
         return tensor.over(self.flat.blocks)
@@ -73,8 +79,9 @@ class LiveTensors:
         An optimizer makes its tensors in the first step; before that they are to be spread as their parameter, if they
         have its shape.
         """
-        if tensor.name in self.named:
-            return self._spread.get(tensor.name)
+        known = self.known(tensor.name)
+        if known is not None:
+            return self._spread.get(known.name)
         parameter = self.parameter(tensor)
         return parameter if parameter is not None and is_sharded(parameter) else None
 

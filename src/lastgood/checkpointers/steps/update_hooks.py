@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,6 +49,8 @@ class UpdateHooks:
         self.updates = 0
         """Steps of optimizers that began in this incarnation."""
         self.optimizers: list[Any] = []
+        self.began: Callable[[], None] | None = None
+        """Called when a step begins, if that is set."""
         self._stall_s = 0.0
         self._kept: list[tuple[float, float]] | None = None
         """Begin and end of the process's waits, if `keep` was called."""
@@ -79,6 +81,8 @@ class UpdateHooks:
                 "capture before start(), and call before_update() yourself before each replay"
             )
         self.updates += 1
+        if self.began is not None:
+            self.began()
         before = time.perf_counter()
         self._steps.begin(optimizer, frame, self._timeout_s)
         try:
@@ -116,6 +120,7 @@ class UpdateHooks:
         remove_all(self.handles)
         self.optimizers.clear()
         self.updates = 0
+        self.began = None
         self._kept, self._kept_on_device, self._kept_from = None, [], (0.0, None)
 
     def stalled_s(self) -> float:
