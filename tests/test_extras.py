@@ -40,7 +40,7 @@ AT_IMPORT = {
 """Room, and package of an extra that a module there needs when it is imported."""
 AT_USE = {
     *(("checkpointers", package) for package in ("nvidia_resiliency_ext", "torchsnapshot")),
-    ("integrations", "deepspeed"),
+    *(("integrations", package) for package in ("deepspeed", "transformers")),
     *(("storage", package) for package in ("boto3", "botocore", "obstore")),
     *(("sparse", package) for package in ("scipy", "sklearn")),  # the controller's search, and the profiler's surface
     ("training", "deepspeed"),

@@ -157,7 +157,7 @@ def test_data_that_can_be_gone_through_once(tmp_path):
     attached(tmp_path, model=MODEL, data=loader).close()
 
 
-@follows("data_changed='samples'")
+@follows("data_changed='samples') goes on after")
 def test_data_that_changed(tmp_path):
     checkpointer = attached(tmp_path, model=MODEL, data=DataLoader(torch.arange(8), 2))
     for _ in checkpointer.data:

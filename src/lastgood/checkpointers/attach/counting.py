@@ -21,6 +21,11 @@ class Counts(Endable):
     _attachment: Attachment | None
     _counted: CountedLoader | None = None
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a training is attached."""
+        return self._attachment is not None
+
     def count(self, loader: Iterable[Any]) -> CountedLoader:
         """Count a loader's batches from now on; `attach` then takes it as its data. Iterate over what is returned.
 

@@ -433,10 +433,13 @@ class CountedLoader(Checked):
         return getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
     def _own_generators(self) -> list[torch.Generator]:
-        """Generators that the loader or its samplers were given, each once."""
+        """Generators that the loader or its samplers were given, each once.
+
+        Not that of a sampler which makes it when it is begun, and seeds it for each epoch (accelerate's).
+        """
         found: list[torch.Generator] = []
         for holder in (self.loader, *self._samplers()):
-            generator = getattr(holder, "generator", None)
+            generator = None if hasattr(holder, "initial_seed") else getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
                 found.append(generator)
         return found
