@@ -7,6 +7,7 @@ Answers with its exit code, and a digest of what its training ended with (null i
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
@@ -69,17 +70,14 @@ def fork(example: ModuleType, asked: dict[str, Any]) -> dict[str, Any]:
             signal.alarm(LIMIT_S)
             answer.write_text(json.dumps({"digest": live(example, asked)}))
             code = 0
-        except SystemExit as end:  # SIGTERM: what the interpreter does at its end is done by sys.exit
-            code = end.code if isinstance(end.code, int) else 1
+        except SystemExit as end:  # by SIGTERM; what the interpreter does at its end is done here
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            atexit._run_exitfuncs()
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            if code == 128 + signal.SIGTERM:
-                import atexit
-
-                atexit._run_exitfuncs()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     digest = json.loads(answer.read_text())["digest"] if answer.exists() else None

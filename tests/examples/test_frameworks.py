@@ -19,7 +19,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150
 STEPS = 24
-EXAMPLES = {"huggingface": ["transformers", "accelerate"], "accelerate": ["accelerate"]}
+EXAMPLES = {
+    "huggingface": ["transformers", "accelerate"],
+    "accelerate": ["accelerate"],
+    "lightning": ["lightning"],
+    "fabric": ["lightning"],
+}
 """Folders of examples/, and what each needs."""
 
 

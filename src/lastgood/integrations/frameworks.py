@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
 import re
+import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ __all__ = [
     "claim",
     "import_framework",
     "made_checkpointer",
+    "put_around",
     "refuse_folder",
     "warn_if_untried",
 ]
@@ -115,6 +118,29 @@ def attach_training(checkpointer: Checkpointer, framework: str, own: Any, **give
                 "made, or begin in a new directory from its weights",
             )
         raise
+
+
+class _PutAround:
+    """A method of one object with ours around it, until it is removed."""
+
+    def __init__(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        self._owner, self._name = owner, name
+        own = getattr(owner, name)
+
+        @functools.wraps(own)
+        def called(_: Any, *given: Any, **named: Any) -> Any:
+            return ours(own, *given, **named)
+
+        setattr(owner, name, types.MethodType(called, owner))
+
+    def remove(self) -> None:
+        """Give the object its own method back."""
+        vars(self._owner).pop(self._name, None)
+
+
+def put_around(owner: Any, name: str, ours: Callable[..., Any]) -> _PutAround:
+    """Call ``ours(own, ...)`` in the place of a method, of this object alone; `own` is the method."""
+    return _PutAround(owner, name, ours)
 
 
 class Accumulation(Checked):

@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import math
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +26,7 @@ from lastgood.integrations.frameworks import (
     claim,
     import_framework,
     made_checkpointer,
+    put_around,
     refuse_folder,
     warn_if_untried,
 )
@@ -226,7 +226,7 @@ class _Saves:
         self._began_at = self._counted_steps = 0
         _let_counted_loaders_skip()
         for name in ("train", *_PUT_AROUND):
-            _put_around(trainer, name, getattr(self, f"_{name.lstrip('_')}"))
+            put_around(trainer, name, getattr(self, f"_{name.lstrip('_')}"))
         callback = _callback_class()(self)
         trainer.callback_handler.callbacks.insert(0, callback)  # others find the state that came back
 
@@ -367,16 +367,6 @@ _PUT_AROUND = (
 )
 _FROM_LASTGOOD = "the checkpoint of Lastgood"
 """Stands for a folder of the Trainer's, where that asks whether a training was resumed."""
-
-
-def _put_around(trainer: Any, name: str, ours: Callable[..., Any]) -> None:
-    own = getattr(trainer, name)
-
-    @functools.wraps(own)
-    def called(_: Any, *given: Any, **named: Any) -> Any:
-        return ours(own, *given, **named)
-
-    setattr(trainer, name, types.MethodType(called, trainer))
 
 
 def _callback_class() -> type:

@@ -172,7 +172,7 @@ class CountedLoader(Checked):
 
     def state_dict(self) -> dict[str, Any]:
         """Place, and the generators' states at the epoch's beginning (or the loader's own state)."""
-        replicas, epoch = self._replicas(), epoch_of(self.loader)
+        replicas, epoch = self._replicas(), epoch_of(self.loader, midway=bool(self.batches))
         # Only if a sampler deals its order out to ranks: other states keep the layout that they always had.
         found = {} if replicas is None else {"replicas": replicas}
         found |= {} if epoch is None else {"loader_epoch": epoch}

@@ -94,15 +94,27 @@ def difference(before: Mapping[str, Any] | None, now: Mapping[str, Any], batches
     return Difference(before, now, batches)
 
 
-def epoch_of(loader: Any) -> int | None:
-    """The pass that a loader counts by itself and gives to its samplers, as accelerate's do; None if it counts none."""
+_PASSES_BEGUN = "_num_iter_calls"
+"""Where Fabric's loaders count the passes that were begun."""
+
+
+def epoch_of(loader: Any, *, midway: bool = False) -> int | None:
+    """The pass that a loader counts by itself and gives to its samplers, as accelerate's and Fabric's do.
+
+    `midway` says whether one is in progress. None for a loader that counts none.
+    """
+    begun = getattr(loader, "__dict__", {}).get(_PASSES_BEGUN)
+    if type(begun) is int:
+        return begun - midway
     number = getattr(loader, "iteration", None)
     return number if type(number) is int and callable(getattr(loader, "set_epoch", None)) else None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Let such a loader count on from `epoch`."""
-    if epoch_of(loader) is not None:
+    if type(getattr(loader, "__dict__", {}).get(_PASSES_BEGUN)) is int:
+        setattr(loader, _PASSES_BEGUN, epoch)
+    elif epoch_of(loader) is not None:
         loader.set_epoch(epoch)
 
 
