@@ -25,7 +25,9 @@ _HOMES = {
     "TorchSnapshot": "lastgood.checkpointers.third_party.torchsnapshot",
     "checkpointer_class": "lastgood.checkpointers.registry",
     "checkpointer_names": "lastgood.checkpointers.registry",
+    "load_parts": "lastgood.checkpointers.export.warm_start",
     "mirror_agent": "lastgood.mirror.agent.trainer",
+    "read_checkpoint": "lastgood.checkpointers.export.warm_start",
     "sparse": "lastgood",
     "state_digest": "lastgood.state",
 }

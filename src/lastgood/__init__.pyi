@@ -5,6 +5,8 @@ from lastgood.checkpointers.baselines.sync import SyncCheckpointer as SyncCheckp
 from lastgood.checkpointers.checkfreq.system import CheckFreq as CheckFreq
 from lastgood.checkpointers.checkmate.system import Checkmate as Checkmate
 from lastgood.checkpointers.dcp.system import TorchDCP as TorchDCP
+from lastgood.checkpointers.export.warm_start import load_parts as load_parts
+from lastgood.checkpointers.export.warm_start import read_checkpoint as read_checkpoint
 from lastgood.checkpointers.flowcheck.system import FlowCheck as FlowCheck
 from lastgood.checkpointers.gemini.system import Gemini as Gemini
 from lastgood.checkpointers.gpm.system import GPM as GPM

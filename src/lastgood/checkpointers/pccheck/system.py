@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from lastgood.checkpointers.attach.process_end import ends_by_error
 from lastgood.checkpointers.base import DEFAULT_TIMEOUT_S, Checkpointer
 from lastgood.checkpointers.copies.still_weights import StillWeights
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
+from lastgood.checkpointers.export.warm_start import Loaded, Rename, load_parts
 from lastgood.checkpointers.options import BaseOptions
 from lastgood.checkpointers.pccheck.beside import Beside
 from lastgood.checkpointers.pccheck.flight import Flight, Flights
@@ -464,6 +465,18 @@ class PCcheck(Checkpointer):
             return self._ranked().restore(state, self._read_threads, step, good_only=good_only)
         found = self._look() if self._store is None else self._reached
         return self._recovery(found).restore(self._store, state, step, good_only=good_only).step
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        *,
+        parts: Sequence[str] | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
+        step: int | None = None,
+    ) -> Loaded:
+        """Load parts of a checkpoint in this directory into live objects, as `lastgood.load_parts`: a warm start."""
+        return load_parts(self.directory, state, parts=parts, rename=rename, strict=strict, step=step)
 
     def _recovery(self, place: Reachable | None = None) -> Recovery:
         return Recovery(self._of_rank(self.directory), self._read_threads, self._world(), place)
