@@ -36,6 +36,7 @@ from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made
 from lastgood.checkpointers.recovery.beginnings import Beginnings
 from lastgood.checkpointers.recovery.refusals import Refusals
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
+from lastgood.checkpointers.steps.by_time import ByTime, by_time
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.checkpointers.traits import Traits
@@ -66,10 +67,10 @@ class Checkpointer(Counts):
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
 
     It is made with a directory of its own (which need not exist) and either validated `options` or single ones by
-    name; `interval_steps` is for `step`. A relative directory is taken from where the process is now. What is made
-    there can be read by its owner alone, unless `readable_by` is ``group`` or ``all``. With `max_unsaved_s`, `step`
-    raises once so many seconds have gone by without a new durable checkpoint. Raises ConfigError for options
-    that do not exist or cannot be, and for a directory that is a URL.
+    name; `step` saves every `interval_steps` steps, or every `interval_s` seconds. A relative directory is taken from
+    where the process is now. What is made there can be read by its owner alone, unless `readable_by` is ``group`` or
+    ``all``. With `max_unsaved_s`, `step` raises once so many seconds have gone by without a new durable checkpoint.
+    Raises ConfigError for options that do not exist or cannot be, and for a directory that is a URL.
 
     Subclasses set class attributes: `name` (the registry's key), `METHOD` (a version of how this system is measured,
     part of every run's identity; raised when a change makes older records incomparable), `Options`, and `traits` (what
@@ -90,15 +91,18 @@ class Checkpointer(Counts):
         options: BaseOptions | None = None,
         *,
         interval_steps: int | None = None,
+        interval_s: float | None = None,
         readable_by: ReadableBy | str = ReadableBy.OWNER,
         max_unsaved_s: float | None = None,
         **given: Any,
     ) -> None:
         self.options = made_options(self, directory, options, given)
-        check_when_to_save(self.name, self.traits.only_interval, interval_steps, max_unsaved_s)
+        check_when_to_save(self.name, self.traits.only_interval, interval_steps, interval_s, max_unsaved_s)
         self.location = Location.parse(directory)
         self.directory = self.location.path
         self.interval_steps = interval_steps
+        self.interval_s = interval_s
+        self._by_time: ByTime | None = None
         self.readable_by = readers_of(readable_by, self.name)
         self._lock = FileLock(
             self.directory / "lock",
@@ -196,11 +200,12 @@ class Checkpointer(Counts):
         from lastgood.checkpointers.recovery.found_here import refuse_beside
         from lastgood.checkpointers.recovery.traces import Traces
 
-        if self.interval_steps is None and not self._chooses_interval():
+        if self.interval_steps is None and self.interval_s is None and not self._chooses_interval():
             raise ConfigError(
                 f"{self.name}: attach() needs interval_steps, for instance "
                 f"{type(self).__name__}({str(self.directory)!r}, interval_steps=10)"
             )
+        self._by_time = None if self.interval_s is None else by_time(self.name, self.interval_s, self._world())
         attachment = Attachment(self.name, parts, self._data_of(data), data_changed)
         traces = Traces(self._folders())
         try:
@@ -282,6 +287,8 @@ class Checkpointer(Counts):
 
     def _due(self, step: int) -> bool:
         """Whether to save now; called by `step` once for every finished step."""
+        if self._by_time is not None:
+            return self._by_time.due(step)
         interval = 1 if self.traits.only_interval == 1 else self.interval_steps
         return interval is not None and interval > 0 and step % interval == 0
 

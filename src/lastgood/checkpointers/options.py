@@ -59,7 +59,9 @@ def _problem(found: Any, known: list[str]) -> str:
     name = ".".join(map(str, found["loc"]))
     if found["type"] != "extra_forbidden":
         return f"{name}: {found['msg']}"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    # Nobody who means steps is told to give seconds.
+    meant = [one for one in known if one != "interval_s"]
+    close = difflib.get_close_matches(name, meant, n=1, cutoff=0.5)
     return f"{name}: there is no such option" + (f"; did you mean {close[0]}?" if close else "")
 
 
@@ -102,13 +104,17 @@ def _validated(system: _System, given: dict[str, Any]) -> BaseOptions:
     try:
         return system.Options.model_validate(given)
     except ValidationError as error:
-        known = ["interval_steps", "readable_by", "max_unsaved_s", *system.Options.model_fields]
+        known = ["interval_steps", "interval_s", "readable_by", "max_unsaved_s", *system.Options.model_fields]
         what = "; ".join(_problem(item, known) for item in error.errors())
         raise ConfigError(f"{system.name}: {what} (options: {', '.join(known)})") from error
 
 
 def check_when_to_save(
-    system: str, only_interval: int | None, interval_steps: int | None, max_unsaved_s: float | None
+    system: str,
+    only_interval: int | None,
+    interval_steps: int | None,
+    interval_s: float | None,
+    max_unsaved_s: float | None,
 ) -> None:
     """Raise ConfigError for an interval or a limit that cannot be; `only_interval` is that of the system's traits."""
     if only_interval == 1 and interval_steps not in (None, 1):
@@ -116,6 +122,15 @@ def check_when_to_save(
             f"{system}: interval_steps={interval_steps} is of no use: it follows every step, so each one is a "
             "checkpoint; leave it out"
         )
+    if only_interval == 1 and interval_s is not None:
+        raise ConfigError(f"{system}: interval_s={interval_s:g} is of no use: every step is a checkpoint; leave it out")
+    if interval_s is not None and interval_steps is not None:
+        raise ConfigError(
+            f"{system}: interval_steps={interval_steps} and interval_s={interval_s:g} both say when to save; leave one "
+            "of them out"
+        )
+    if interval_s is not None and not interval_s > 0:
+        raise ConfigError(f"{system}: interval_s must be a number of seconds above 0: {interval_s}")
     if interval_steps is not None and interval_steps < 0:
         raise ConfigError(
             f"{system}: interval_steps must not be negative: {interval_steps}; with interval_steps=0 only "

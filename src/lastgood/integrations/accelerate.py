@@ -39,7 +39,7 @@ _WAYS = ("NO", "MULTI_CPU", "MULTI_GPU")
 def use_lastgood(
     accelerator: Any,
     directory: Path | str,
-    interval_steps: int | None = 50,
+    interval_steps: int | None = None,
     *,
     data: Any = None,
     system: str = "pccheck",
@@ -56,13 +56,13 @@ def use_lastgood(
     Args:
         accelerator: an ``accelerate.Accelerator``.
         directory: of the checkpoints; it need not exist.
-        interval_steps: updates between checkpoints.
+        interval_steps: updates between checkpoints, 50 unless `interval_s` is given.
         data: the training's loader, if several were prepared.
         system: the name of a system.
         data_changed: as for `attach`.
         unattached: as for `attach`.
         parts: what else is to be kept, by name, as for `attach`.
-        options: of the system, by name.
+        options: `interval_s` (seconds between checkpoints), `max_unsaved_s`, and those of the system, by name.
 
     Raises ConfigError if nothing was prepared, it is not clear which loader is the training's, or the way of training
     is one whose state is not kept here; and what `attach` raises.

@@ -33,6 +33,8 @@ __all__ = [
 
 _log = logging.getLogger("lastgood")
 
+_USUAL_INTERVAL = 50
+
 _warned: set[str] = set()
 _taken: weakref.WeakKeyDictionary[Any, weakref.ref[Checkpointer]] = weakref.WeakKeyDictionary()
 
@@ -79,7 +81,12 @@ def check_methods(owner: Any, methods: Mapping[str, Sequence[str]], version: str
 def made_checkpointer(
     system: str, directory: Path | str, interval_steps: int | None, options: Mapping[str, Any]
 ) -> Checkpointer:
-    """A checkpointer of a known system. Raises ConfigError for options that cannot be."""
+    """A checkpointer of a known system, which saves every 50 updates if nobody says otherwise.
+
+    Raises ConfigError for options that cannot be.
+    """
+    if interval_steps is None and options.get("interval_s") is None:
+        interval_steps = _USUAL_INTERVAL
     return checkpointer_class(system)(directory, interval_steps=interval_steps, **options)
 
 

@@ -74,7 +74,7 @@ _HISTORY_BYTES = 256 * 1024 * 1024
 def use_lastgood(
     trainer: Any,
     directory: Path | str,
-    interval_steps: int | None = 50,
+    interval_steps: int | None = None,
     *,
     system: str = "pccheck",
     data_changed: DataChanged = "refuse",
@@ -88,11 +88,11 @@ def use_lastgood(
     Args:
         trainer: a ``transformers.Trainer``, of any subclass.
         directory: of the checkpoints; it need not exist.
-        interval_steps: updates between checkpoints; those of accumulated batches count once.
+        interval_steps: updates between checkpoints, 50 unless `interval_s` is given; accumulated batches count once.
         system: the name of a system.
         data_changed: as for `attach`.
         unattached: as for `attach`.
-        options: of the system, by name.
+        options: `interval_s` (seconds between checkpoints), `max_unsaved_s`, and those of the system, by name.
 
     Returns the checkpointer, for `verdict`, `events` and `status`; it is closed when `train()` ends.
 

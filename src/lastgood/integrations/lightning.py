@@ -47,7 +47,7 @@ _WAYS = ("SingleDeviceStrategy", "DDPStrategy")
 
 def Lastgood(  # noqa: N802 - the name of a callback, which is made once Lightning is imported
     directory: Path | str,
-    interval_steps: int | None = 50,
+    interval_steps: int | None = None,
     *,
     system: str = "pccheck",
     data_changed: DataChanged = "refuse",
@@ -61,12 +61,12 @@ def Lastgood(  # noqa: N802 - the name of a callback, which is made once Lightni
 
     Args:
         directory: of the checkpoints; it need not exist.
-        interval_steps: updates between checkpoints; those of accumulated batches count once.
+        interval_steps: updates between checkpoints, 50 unless `interval_s` is given; accumulated batches count once.
         system: the name of a system.
         data_changed: as for `attach`.
         unattached: as for `attach`.
         parts: what else is to be kept, by name, as for `attach`.
-        options: of the system, by name.
+        options: `interval_s` (seconds between checkpoints), `max_unsaved_s`, and those of the system, by name.
 
     The callback's ``checkpointer`` has `verdict`, `events` and `status`. Raises ConfigError if Lightning is missing or
     has another interface; `fit()` raises it for what would not come back.
@@ -85,7 +85,7 @@ def Lastgood(  # noqa: N802 - the name of a callback, which is made once Lightni
 def use_lastgood(
     fabric: Any,
     directory: Path | str,
-    interval_steps: int | None = 50,
+    interval_steps: int | None = None,
     *,
     data: Any = None,
     parts: Mapping[str, Any],
@@ -102,13 +102,13 @@ def use_lastgood(
     Args:
         fabric: a ``lightning.Fabric``.
         directory: of the checkpoints; it need not exist.
-        interval_steps: updates between checkpoints.
+        interval_steps: updates between checkpoints, 50 unless `interval_s` is given.
         data: the training's loader.
         parts: what is to be kept, by name: model, optimizer, schedule. A loss scaler of Fabric's is added.
         system: the name of a system.
         data_changed: as for `attach`.
         unattached: as for `attach`.
-        options: of the system, by name.
+        options: `interval_s` (seconds between checkpoints), `max_unsaved_s`, and those of the system, by name.
 
     Raises ConfigError if the strategy is one whose state is not kept here, and what `attach` raises.
     """

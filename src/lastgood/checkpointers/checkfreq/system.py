@@ -68,7 +68,7 @@ class CheckFreq(OneAtATime):
     def __init__(self, directory: Path | str | Location, options: CheckFreqOptions | None = None, **given: Any) -> None:
         super().__init__(directory, options, **given)
         self._budget = self.options.overhead_budget
-        if self._budget is not None and self.interval_steps is not None:
+        if self._budget is not None and (self.interval_steps is not None or self.interval_s is not None):
             raise ConfigError(
                 "checkfreq: overhead_budget chooses the interval, and interval_steps was given as well; leave one out"
             )
