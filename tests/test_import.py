@@ -41,7 +41,7 @@ FLOORS = [
         "checkpointers.directories checkpointers.ranks",
         "checkpointers.recovery",
         "checkpointers.shadows",
-        "checkpointers.events checkpointers.options checkpointers.save_health",
+        "checkpointers.events checkpointers.options checkpointers.save_health checkpointers.telling",
         "checkpointers.base",
         "checkpointers.directory_system checkpointers.export checkpointers.one_at_a_time checkpointers.remote",
         "checkpointers.kept",

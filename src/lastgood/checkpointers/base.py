@@ -39,6 +39,7 @@ from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.steps.by_time import ByTime, by_time
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
+from lastgood.checkpointers.telling import Tells
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint
 from lastgood.files import ReadableBy, make_directory, readers_of, storage_errors
@@ -61,7 +62,7 @@ DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
 
 
-class Checkpointer(Counts):
+class Checkpointer(Counts, Tells):
     """Takes the state of a running training and can give it back.
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
@@ -362,6 +363,7 @@ class Checkpointer(Counts):
             self._ending.cancel()
             self._ending = None
         self._close()
+        self._end_telling()
         self._lock.release()
 
     def _hold_directory(self) -> None:
