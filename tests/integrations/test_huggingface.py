@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import signal
 import sys
 
 import pytest
@@ -179,6 +180,15 @@ def test_logs_that_are_no_numbers_come_back(tmp_path):
     assert trainer._total_loss_scalar == -0.25
 
 
+@pytest.fixture
+def own_sigterm():
+    """A Trainer with enable_jit_checkpoint takes SIGTERM when it is made."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("own_sigterm")
 @follows("TrainingArguments({}=True)")
 def test_arguments_whose_meaning_would_be_lost(tmp_path):
     for name in ("auto_find_batch_size", "enable_jit_checkpoint", "ignore_data_skip"):

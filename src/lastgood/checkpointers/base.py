@@ -237,6 +237,7 @@ class Checkpointer(Counts, Tells):
         with generators_kept():
             self._begun()
         self._attachment = attachment
+        self._begin_steps()
         self._hooks.began = attachment.update_begins
         if self._world()[0] == 0:  # all ranks of a job go on together
             attachment.tell_beginning(self.name, self._place_of(attachment.progress.step), resumed=resumed)
@@ -249,7 +250,7 @@ class Checkpointer(Counts, Tells):
         systems that keep verdicts judge checkpoints by it.
 
         Raises CheckpointError if the newest durable checkpoint is older than `max_unsaved_s`; MismatchError if some
-        ranks resumed and others began again.
+        ranks resumed and others began again; SystemExit after a SIGTERM, if it was to end with this step.
         """
         attachment = self._attached()
         self._compare_beginnings()
@@ -261,6 +262,7 @@ class Checkpointer(Counts, Tells):
         if loss is not None:
             self._observe_loss(number, loss)
         self._health.check(number, self.events)
+        self._step_over(number)
         return number
 
     def status(self) -> SaveStatus:

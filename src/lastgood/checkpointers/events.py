@@ -37,6 +37,8 @@ class CheckpointEvent:
     outcome: Outcome = Outcome.PENDING
     bytes_written: int = 0
     error: str | None = None
+    why: str = ""
+    """What asked for it, if that was not the training's interval or its own call: the name of a signal."""
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     """What the system knows of its parts: name, begin and end, on the same clock. Those of one checkpoint follow each
     other: ``wait`` (for checkpoints before it), then what storage does (``write``, ``flush``, ``commit``)."""

@@ -65,7 +65,8 @@ class EventsFile:
     """A callback that appends what became of each checkpoint to a file, a JSON object a line.
 
     ``time`` (seconds since 1970), ``step``, ``outcome``, ``seconds`` (from the request on), ``bytes`` (written, as far
-    as the system counts them), ``error`` (null: none).
+    as the system counts them), ``error`` (null: none), ``why`` (the signal that asked for it; null: the interval, or
+    the training's own call).
     """
 
     def __init__(self, path: Path, readable_by: ReadableBy) -> None:
@@ -85,6 +86,7 @@ class EventsFile:
             "seconds": seconds,
             "bytes": event.bytes_written,
             "error": event.error,
+            "why": event.why or None,
         }
         descriptor = self._open()
         try:

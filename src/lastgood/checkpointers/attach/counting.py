@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lastgood.checkpointers.attach.process_end import Endable
+from lastgood.checkpointers.attach.last_step import EndsAtStep
 from lastgood.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Counts"]
 
 
-class Counts(Endable):
+class Counts(EndsAtStep):
     """What a checkpointer has for the data of the training that it is attached to."""
 
     _attachment: Attachment | None
@@ -69,6 +69,14 @@ class Counts(Endable):
                 f"{self.name}: attach() was given no data; pass the loader, as attach(..., data=loader)"
             )
         return data
+
+    def _ends_itself(self) -> bool:
+        """Several ranks would have to agree on a step."""
+        return self._attachment is not None and self.interval_steps != 0 and self._world()[1] == 1
+
+    def _world(self) -> tuple[int, int]:
+        """(rank, number of ranks)."""
+        raise NotImplementedError
 
     def _attached(self) -> Attachment:
         if self._attachment is None:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from lastgood import _native
 from lastgood.errors import WaitTimeout
 
-__all__ = ["EXIT_DRAIN_S", "PATIENCE_S", "Endable", "Ending", "ends_by_error"]
+__all__ = ["EXIT_DRAIN_S", "PATIENCE_S", "Endable", "Ending", "ends_by_error", "step_is_over"]
 
 _log = logging.getLogger("lastgood")
 
@@ -44,6 +44,8 @@ class Endable(ABC):
 
     name: ClassVar[str]
     _exiting = False
+    _end_by: float | None = None
+    """By `time.monotonic()`: the end of a process that was asked to end, and may finish its step before."""
     _close_s: float
     """How long `close` may wait for what is no checkpoint of the training any more (an archive)."""
 
@@ -61,10 +63,11 @@ class Endable(ABC):
     def end(self) -> None:
         """Drain for a bounded time, give up what is not durable by then, and close. Called at exit; never raises."""
         self._exiting = True
-        deadline = time.monotonic() + self.exit_drain_s()
+        granted_s = self._granted_s()
+        deadline = time.monotonic() + granted_s
         try:
             try:
-                self.drain(self.exit_drain_s())
+                self.drain(granted_s)
             except WaitTimeout as error:
                 _log.error("%s: %s; given up at exit, older checkpoints stay", self.name, error)
                 self._abandon()
@@ -87,6 +90,18 @@ class Endable(ABC):
     def exit_drain_s(self) -> float:
         """How long an ending process waits for what is in progress."""
         return EXIT_DRAIN_S
+
+    def _granted_s(self) -> float:
+        """What is left of that."""
+        return self.exit_drain_s() if self._end_by is None else max(0.0, self._end_by - time.monotonic())
+
+    def _ends_at_step(self, number: int) -> float | None:
+        """Seconds until which the end of a step is waited for, at which the training ends; None: it ends now."""
+        del number
+        return None
+
+    def _ends_now(self) -> None:  # noqa: B027 - most never wait for a step
+        """The end of a step is waited for no more."""
 
     def _drain_beside(self, timeout_s: float) -> None:
         """Wait until what is in progress is as safe as it can be made without the training's thread."""
@@ -213,4 +228,25 @@ def _leave(number: int, frame: Any) -> None:
         os.kill(os.getpid(), number)
         return
     _asked.append(number)
+    if not _awaited and len(living := _living()) == 1:
+        patience_s = living[0]._ends_at_step(number)
+        if patience_s is not None:
+            again = threading.Timer(patience_s, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            _awaited.append(again)
+            return
+    step_is_over()
+    for one in _living():
+        one._ends_now()
     raise SystemExit(128 + number)
+
+
+_awaited: list[threading.Timer] = []
+"""What sends the signal again, while the end of a step is waited for."""
+
+
+def step_is_over() -> None:
+    """Wait for the end of a step no more."""
+    while _awaited:
+        _awaited.pop().cancel()
