@@ -409,7 +409,7 @@ class Checkpointer(Counts, Tells):
 
     def _request(self, step: int) -> CheckpointEvent:
         """Note that a checkpoint of `step` was asked for."""
-        event = CheckpointEvent(step, time.perf_counter())
+        event = CheckpointEvent(step, time.perf_counter(), why=self._why)
         self.events.append(event)
         if self.events_kept is not None:
             del self.events[: -self.events_kept]

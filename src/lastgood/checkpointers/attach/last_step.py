@@ -34,6 +34,8 @@ class EndsAtStep(Endable):
     interval_steps: int | None
     _process: int
     _signal: int | None = None
+    _why: str = ""
+    """What the next save is asked for by."""
 
     def save(self, step: int) -> None:
         """As a checkpointer's."""
@@ -79,8 +81,9 @@ class EndsAtStep(Endable):
         number, self._signal = self._signal, None
         step_is_over()
         if not self.events or self.events[-1].step != step:
+            self._why = signal.Signals(number).name
             self.save(step)
-            self.events[-1].why = signal.Signals(number).name
+            self._why = ""
         try:
             self.drain(self._granted_s())
         except WaitTimeout as error:
