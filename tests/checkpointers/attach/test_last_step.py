@@ -12,7 +12,7 @@ import torch
 
 from lastgood.checkpointers.attach import last_step, process_end
 from lastgood.checkpointers.registry import checkpointer_class
-from tests.checkpointers.attach.test_process_end import wait_for_nobody_to_have_sigterm
+from tests.checkpointers.support.sigterm import wait_for_nobody_to_have_sigterm
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import torch
 
 from lastgood import PCcheck
 from lastgood.checkpointers.attach import process_end as endings
+from tests.checkpointers.support.sigterm import wait_for_nobody_to_have_sigterm
 from tests.support.patience import wait_until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "ending_script.py"
@@ -175,17 +176,6 @@ def test_sigterm_that_is_somebody_elses_stays_so(tmp_path):
         assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def wait_for_nobody_to_have_sigterm():
-    """An earlier test may not have closed one, and a thread that is still ending may hold it."""
-    deadline = time.monotonic() + 60
-    while endings._live:
-        assert time.monotonic() < deadline, "waited 60 s for SIGTERM to be given back"
-        gc.collect()
-        time.sleep(0.01)
-    if signal.getsignal(signal.SIGTERM) is endings._leave:  # that thread may not give it back
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_sigterm_goes_back_with_the_last_one(tmp_path):
