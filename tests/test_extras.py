@@ -81,7 +81,7 @@ def test_documents_name_extras_that_exist() -> None:
     known = set(importlib.metadata.metadata("lastgood").get_all("Provides-Extra") or ())
     named: dict[str, set[str]] = {}
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "install.sh", ROOT / ".ci" / "run"]:
-        for extras in re.findall(r"(?:lastgood|\.)\[([\w,-]+)\]['\"]", path.read_text()):
+        for extras in re.findall(r"(?:(?:lastgood|\.)\[|\bextras=)([\w,-]+)(?:\]['\"]|$)", path.read_text(), re.M):
             named.setdefault(path.name, set()).update(extras.split(","))
     assert {"README.md", "install.sh", "CONTRIBUTING.md"} <= set(named)
     assert {name: extras - known for name, extras in named.items() if extras - known} == {}

@@ -107,5 +107,6 @@ def test_documents_import_systems_from_their_rooms():
         rf"lastgood\.checkpointers\.(?:{'|'.join(ROOMS)})\.[a-z_]+|lastgood\.gradients\.[a-z_]+\.[a-z_]+"
     )
     texts = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
-    found = {str(path): within.findall(path.read_text()) for path in texts}
+    # A line that begins with ::: is made into the reference of what is defined there; it is no import.
+    found = {str(path): within.findall(re.sub(r"(?m)^:::.*", "", path.read_text())) for path in texts}
     assert {path: names for path, names in found.items() if names} == {}
