@@ -15,7 +15,7 @@ from lastgood.experiments.machine.facts import checkout_root
 from lastgood.experiments.plan.grid import load_grid
 from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.plots.goodput import draw_goodput, plot_goodput, read_goodput
-from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec
+from lastgood.experiments.records.goodput import GoodputSpec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.report.table import cells_table
 from lastgood.experiments.tables.files import load_csv
@@ -168,19 +168,6 @@ def test_known_records_give_known_numbers():
         ["Ideal", *(repr(row_of(found, "ideal", at, "formula").goodput_formula_iterations_per_s) for at in (10, 20))],
     ]
     assert "6 of 6 runs; formula over measurement: CheckFreq f10 +21.5%; PCcheck f10 +57.0%" in found.summary
-
-
-def test_a_disturbed_incarnation_is_named_in_the_row_and_by_the_command():
-    calm = make_goodput()
-    reason = "other processes took 3.00 s of CPU time"
-    first, last = calm.lives
-    busy = calm.model_copy(update={"lives": [first, last.model_copy(update={"disturbed": reason})]})
-    note = f"others disturbed 1 of 2 incarnations (in 1 {reason})"
-    assert (calm.marks(), busy.marks()) == ([], [note])
-    found = collect_goodput("fig9", "vgg16", known_runs(), [busy], CEILINGS)
-    assert row_of(found, "pccheck", 10, "measured").notes.endswith(note)
-    assert note not in row_of(found, "pccheck", 10, "formula").notes
-    assert GoodputRecord.model_validate_json(busy.model_dump_json()) == busy
 
 
 def test_repetitions_count_by_their_median():

@@ -7,8 +7,6 @@ SIGKILL, and still knows how far it was.
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -17,11 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lastgood.errors import LastgoodError, WaitTimeout
-from lastgood.experiments.ceilings.disk import disk_bursts
-from lastgood.experiments.machine.disturbance import disturbance_between, disturbed_by, look
 from lastgood.experiments.machine.exclusive import exclusive_machine
 from lastgood.experiments.machine.facts import where_run
-from lastgood.experiments.records.blocks import Disturbance
 from lastgood.experiments.records.goodput import GoodputRecord, GoodputSpec, Incarnation
 from lastgood.experiments.runs.children import SILENCE_S, hear_child, import_before_fork, start_child
 from lastgood.experiments.runs.logs import keep_logs_of_failure
@@ -35,8 +30,6 @@ Report = Callable[[str], None]
 
 _END_S = 60.0
 """A killed process that is not gone after this long is an error."""
-_BURSTS = 3
-"""Of plain writes before the window, to know what the disk takes."""
 
 
 def execute_goodput(spec: GoodputSpec, data_dir: Path, scratch: Path, logs: Path, report: Report) -> GoodputRecord:
@@ -62,11 +55,6 @@ class _Window:
         self._spec = spec
         self._arguments = (spec.run, checkpoints, data_dir)
         self._report = report
-        self._scratch = checkpoints.parent
-        self._disturbance: Disturbance | None = None
-        self._disturbed: str | None = None
-        """Both of the incarnation that ended last."""
-        self._disk_bytes_per_s = 0.0
         self._board = Board()
         self._incarnations: list[Incarnation] = []
         self._faults: list[str] = []
@@ -86,8 +74,6 @@ class _Window:
         """Run incarnation after incarnation until the window is over, and a last process that looks at what is left."""
         from lastgood.experiments.goodput.incarnation import first_incarnation, last_look, later_incarnation
 
-        with disk_bursts(self._scratch) as burst:
-            self._disk_bytes_per_s = max(burst() for _ in range(_BURSTS))
         clock_s = 0.0
         for number, end_s in enumerate([*self._spec.failures_s, self._spec.window_s]):
             last = number == len(self._spec.failures_s)
@@ -110,22 +96,13 @@ class _Window:
     ) -> tuple[float, float]:
         """Let a process have `quota_s` seconds of uptime and kill it (None: let it end). Returns its uptime and age."""
         self._board.begin_incarnation()
-        device = self._spec.run.device == "cuda"
-        before = look({os.getpid()}, self._scratch, device=device)
         born = time.monotonic()
         process, pipe = start_child(name, function, (*self._arguments, *more, self._board))
         try:
             self._await_end(name, process, pipe, quota_s)
             # The clock stops here: what the process does until the signal meets it is not worth a correction.
             now = time.monotonic()
-            uptime_s = self._board.uptime_s(now)
-            if quota_s is not None:
-                # It does nothing more meanwhile; a process that has ended takes the number of its bytes with it.
-                os.kill(process.pid, signal.SIGSTOP)
-                after = look({os.getpid()}, self._scratch, device=device)
-                self._disturbance = disturbance_between(before, after)
-                self._disturbed = disturbed_by(self._disturbance, after.at_s - before.at_s, self._disk_bytes_per_s)
-            return uptime_s, now - born
+            return self._board.uptime_s(now), now - born
         finally:
             process.kill()
             process.join(_END_S)
@@ -178,8 +155,6 @@ class _Window:
                 lost_steps=lost,
                 failed_saves=board.get("failed_saves") or 0,
                 loss_equal=None if equal is None else bool(equal),
-                disturbance=self._disturbance,
-                disturbed=self._disturbed,
             )
         )
 

@@ -16,7 +16,6 @@ from pydantic import Field, model_validator
 
 from lastgood.checkpointers.registry import BASELINE
 from lastgood.experiments.records.base import Record, Scale, Spec
-from lastgood.experiments.records.blocks import Disturbance
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.models import FrozenModel
 
@@ -128,10 +127,6 @@ class Incarnation(FrozenModel):
     failed_saves: int
     loss_equal: bool | None
     """Whether its first step's loss was the one that an earlier one had there; None if none had been there."""
-    disturbance: Disturbance | None = None
-    """What others did from its start to its kill; None in records from before it was looked at."""
-    disturbed: str | None = None
-    """What disturbed it, in words; None if nothing did."""
 
     @property
     def steps(self) -> int:
@@ -183,13 +178,5 @@ class GoodputRecord(Record[GoodputSpec]):
         )
 
     def marks(self) -> list[str]:
-        """What restores did that they must not, and whether others disturbed it."""
-        return [*self.faults, *self.notes()]
-
-    def notes(self) -> list[str]:
-        """Which incarnations others disturbed: a goodput run has nothing that could take a disturbed one's place."""
-        disturbed = [(number, life.disturbed) for number, life in enumerate(self.lives) if life.disturbed]
-        if not disturbed:
-            return []
-        number, reason = disturbed[0]
-        return [f"others disturbed {len(disturbed)} of {len(self.lives)} incarnations (in {number} {reason})"]
+        """What restores did that they must not."""
+        return self.faults

@@ -239,7 +239,6 @@ class _Panel:
             formula = statistics.median(formulas) if formulas else None
             found = record.goodput_iterations_per_s
             like = next((row for row in self._runs if (row.system, row.interval_steps) == cell), None)
-            base = like or self._runs[0]
             in_flight = (like.max_in_flight if like else None) or 1
             write_s = like.persist_p50_s if like else None
             own = None
@@ -248,11 +247,10 @@ class _Panel:
                 own = goodput(self._spec.window_s, len(self._spec.failures_s), cost_s, record.step_s)
             rows.append(
                 self._row(
-                    base,
+                    like or self._runs[0],
                     **same_named(record, GOODPUT_COLUMNS)
                     | same_named(record.where, _OF_ITS_OWN)
-                    | {"faults": "; ".join(record.faults)}
-                    | {"notes": "; ".join([*([base.notes] if base.notes else []), *record.notes()])},
+                    | {"faults": "; ".join(record.faults)},
                     system=run.system,
                     interval_steps=run.interval_steps,
                     source=MEASURED,
