@@ -189,9 +189,16 @@ def test_each_planted_fault_is_found(site: Path, tmp_path: Path) -> None:
     systems = [word for name in FAULTS for word in ("--checkpointer", name)]
     status, told, failed = suite(site, tmp_path, *systems, "-k", chosen, "--answer-s", "2")
     assert status == 1, told
-    for name, (_, said) in FAULTS.items():
-        found = [text for case, text in failed.items() if name in case]
-        assert any(re.search(said, text, re.DOTALL) for text in found), (name, told)
+    for name, (tests, said) in FAULTS.items():
+        for number in range(5):
+            found = [text for case, text in failed.items() if name in case]
+            if any(re.search(said, text, re.DOTALL) for text in found):
+                break
+            # What was not flushed is found, unless the kernel flushes it in that moment since others write much.
+            assert name == "unflushed" and number < 4, (name, told)
+            again = tmp_path / f"again-{number}"
+            again.mkdir()
+            _, told, failed = suite(site, again, "--checkpointer", name, "-k", f"{tests} and {name}")
 
 
 @follows("name the system to test: pytest --pyargs lastgood.conformance --checkpointer NAME")

@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from lastgood.checkpointers.base import Checkpointer
+from lastgood.checkpointers.export.warm_start import load_parts
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 from lastgood.cli import app
 from lastgood.experiments.records.dcp import DcpSpec
@@ -23,13 +24,23 @@ from lastgood.storage import SlotStore
 from tests.suggestions.source_texts import ROOT, TREES, said, text_of
 
 COMMANDS = typer.main.get_command(app)
-OTHERS_OPTIONS = {"--force-reinstall", "--format", "--nproc-per-node"}
-"""Of pip, git and torchrun."""
+OTHERS_OPTIONS = {"--force-reinstall", "--format", "--nproc-per-node", "--pyargs", "--basetemp", "--checkpointer"}
+"""Of pip, git, torchrun and pytest, and what lastgood.conformance gives to that."""
 OTHERS_KEYWORDS = {
     *("slots", "seed", "loss", "project", "run"),  # of a hostfile's and a link's lines, and of clouds' labels
-    *("requires_grad", "foreach", "no_dist", "broadcast_buffers", "init_sync", "sparse", "use_reentrant"),  # of torch
+    *(
+        "requires_grad",
+        "foreach",
+        "no_dist",
+        "broadcast_buffers",
+        "init_sync",
+        "sparse",
+        "use_reentrant",
+        "momentum",
+    ),  # of torch
     "iface",  # of DPDK's net_af_packet
     *("epochs", "path"),  # of the configurations of the S3 connector's benchmarks
+    *("trial", "reload_dataloaders_every_n_epochs"),  # of the Trainers of Hugging Face and Lightning
     *("shadow", "cause", "bucket", "code", "type"),  # labels of metrics
 }
 OTHERS_VARIABLES = {
@@ -37,6 +48,7 @@ OTHERS_VARIABLES = {
     *("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_NET_RAW", "PR_SET_PDEATHSIG"),  # the kernel's
     "ELEM_SIZE",  # an argument's name
     *("NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_PROTO", "SLURM_CONF"),
+    *("NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_SPLIT_DATA_ON_QPS", "NCCL_MAX_NCHANNELS"),
 }
 
 
@@ -58,7 +70,7 @@ def program_options() -> set[str]:
 
 
 def known_keywords() -> set[str]:
-    calls = [Checkpointer.attach, Checkpointer.__init__, SlotStore.__init__]
+    calls = [Checkpointer.attach, Checkpointer.__init__, SlotStore.__init__, load_parts]
     names = set().union(*(inspect.signature(one).parameters for one in calls))
     names |= {*DcpSpec.model_fields}.union(
         *(inspect.signature(one).parameters for one in (LastgoodReader, LastgoodWriter, Engine))

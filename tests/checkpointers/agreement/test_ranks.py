@@ -353,7 +353,7 @@ def test_directories_that_do_not_belong_together_are_refused(make_job, tmp_path)
 
     refused(r"MismatchError: rank 1 on .*rank-00001\): nothing is there, and rank 0 .*bring back the missing")
     shutil.copytree(tmp_path / "old copy", own)
-    refused(r"MismatchError: rank 1 on .*step 1 of incarnation 1, and step 3 of incarnation 1 was whole.*older copy")
+    refused(r"MismatchError: rank 1 on .*step 1 of incarnation 1, and step 3 of incarnation 1 was complete.*older copy")
     shutil.rmtree(own)
     (tmp_path / "newest").rename(own)
     assert job.start() == 3

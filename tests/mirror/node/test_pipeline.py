@@ -74,7 +74,13 @@ def test_a_capture_becomes_the_state_of_its_training(ranks, tmp_path):
         status = node.status()
         assert status.stands == "follows" and ("10.77.0.1", 0) in status.ranks
         assert status.counters["extract"].get("gone", 0) == 0
-        assert all(status.counters[stage]["seconds"] > 0 for stage in ("parse", "extract", "node"))
+        # A stage counts what it has done when it has done it, after others see what came of that.
+        stages = ("parse", "extract", "node")
+        wait_until(
+            lambda: all(node.status().counters[stage]["seconds"] > 0 for stage in stages),
+            lambda: node.status().counters,
+            60,
+        )
         wait_until(lambda: node.status().counters["update"]["steps"] == HELD, lambda: node.status().counters, 60)
         assert node.status().counters["update"]["seconds"] > 0
         model, optimizer, _ = make()

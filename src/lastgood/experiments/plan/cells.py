@@ -97,9 +97,11 @@ def in_batches(specs: Iterable[_Spec], config: Config) -> list[_Spec]:
 
 
 def _is_early(spec: Spec, config: Config) -> bool:
-    """Whether a first picture shows it: the first repetition of a system as configured, measured in pairs."""
+    """Whether a first picture shows it: the first repetition of a system as configured, in pairs, on one rank."""
     if not isinstance(spec, RunSpec) or spec.pairs is None or spec.repetition or spec.system not in config.systems:
         return False
+    if spec.ranks > 1:
+        return False  # a figure that nobody gets unasked
     middle = sorted(config.intervals)[len(config.intervals) // 2]
     if spec.interval_steps not in (0, middle, system_traits(spec.system).only_interval):
         return False

@@ -41,10 +41,10 @@ class Reachable:
     """Incarnation and step, of uploads in progress too, and of what was taken away."""
     sequence: int = 0
     """The highest that is known of this rank's parts."""
-    judged: Mapping[CommitName, str] = field(default_factory=dict)
-    """Which of them were judged bad, and why, as is known there."""
     trouble: str = ""
     """Why it could not be looked at."""
+    judged: Mapping[CommitName, str] = field(default_factory=dict)
+    """Which of them were judged bad, and why, as is known there."""
     _by_identity: dict[tuple[int, int], CommitName] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,4 +122,5 @@ def _look(client: ObjectClient, world: tuple[int, int]) -> Reachable:
         except (CorruptCheckpoint, ObjectMissing):
             continue  # an older one tells it as well
     highest = max((name.incarnation, name.step) for name in taken)
-    return Reachable(client.place, None, tuple(names), job_id, highest, sequence, bad_verdicts(client, names))
+    judged = bad_verdicts(client, names)
+    return Reachable(client.place, None, tuple(names), job_id, highest, sequence, judged=judged)
