@@ -85,7 +85,7 @@ def profile(
     def probed(samples: int, compression: float, compressor: str, staleness: int) -> list[Probed]:
         return [
             probe(
-                lambda: settings.model_copy(update={"seed": settings.seed + number}).build_workload(workload),  # noqa: B023
+                lambda: settings.model_copy(update={"seed": settings.seed + number}).build_workload(workload),  # noqa: B023 - called at once
                 settings.device,
                 samples=samples,
                 compression=compression,
