@@ -37,7 +37,7 @@ KINDS = ("ddp", "fsdp2", "sharded-optimizer", "zero1", "zero3")
 ORDER = (1, 3, 4, 2, 5, 6)
 BUDGET_S = 840.0
 LEAST_S = 15.0
-"""A step with less time left than this is not begun; one that is known to take longer says so."""
+"""A step with less time left than this is not begun; steps that are known to take longer have a number of their own."""
 GRACE_S = 10.0
 """For a step to write what it has found, once it was interrupted."""
 IN_OWN_NETWORK, FACTS = "--in-own-network", "--facts"

@@ -35,7 +35,7 @@ def prune(
     """Say what a directory can do without, and with --yes remove it: older checkpoints, empty slots, unfinished writes.
 
     Checkpoints that stay are read first: one that is damaged does not count as kept, and if none can be read, none is
-    removed. What is damaged is left where it is. A later training makes the slots that it needs anew.
+    removed. What is damaged is left where it is. A later training makes the slots that it needs again.
     """
     from lastgood.checkpointers.kept import prune as pruning
 

@@ -184,7 +184,7 @@ class TestExactness:
         training.step()
         checkpointer.save(1)
         calls = []
-        checkpointer.before_update = lambda: calls.append(1)  # type: ignore[method-assign]
+        checkpointer.before_update = lambda: calls.append(1)  # type: ignore[method-assign]  # seen from outside
         second.step()
         assert calls == [1]
         checkpointer.drain()

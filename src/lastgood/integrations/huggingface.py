@@ -405,7 +405,7 @@ def _let_counted_loaders_skip() -> None:
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return dataloader if isinstance(dataloader, CountedLoader) else own(dataloader, num_batches)
 
-    skip_first_batches.of_lastgood = True  # type: ignore[attr-defined]
+    skip_first_batches.of_lastgood = True  # type: ignore[attr-defined]  # a mark on the function
     module.skip_first_batches = skip_first_batches
 
 

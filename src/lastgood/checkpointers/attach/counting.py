@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,9 @@ class Counts(EndsAtStep):
         """Several ranks would have to agree on a step."""
         return self._attachment is not None and self.interval_steps != 0 and self._world()[1] == 1
 
+    @abstractmethod
     def _world(self) -> tuple[int, int]:
         """(rank, number of ranks)."""
-        raise NotImplementedError
 
     def _attached(self) -> Attachment:
         if self._attachment is None:

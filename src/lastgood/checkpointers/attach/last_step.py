@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import time
+from abc import abstractmethod
 
 from lastgood.checkpointers.attach.process_end import Endable, step_is_over
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
@@ -37,13 +38,13 @@ class EndsAtStep(Endable):
     _why: str = ""
     """What the next save is asked for by."""
 
+    @abstractmethod
     def save(self, step: int) -> None:
         """As a checkpointer's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ends_itself(self) -> bool:
         """Whether this training, by itself, can be given one more checkpoint."""
-        raise NotImplementedError
 
     def _begin_steps(self) -> None:
         self._ends_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
