@@ -1,7 +1,8 @@
 """Runs one of examples/ again and again in forks of a process that has its libraries: `python lives.py EXAMPLE`.
 
 Reads a JSON object a line: {"directory", "steps", "told", "log", "signal", "at", "after_s"}. The fork writes each
-step's loss to the file `told`, and sends itself the signal `after_s` after step `at`, whatever it is doing then.
+step's loss to the file `told`, and sends itself the signal `after_s` after step `at` (or its first one, if it began
+behind that), whatever it is doing then.
 Answers with its exit code, and a digest of what its training ended with (null if that was killed).
 """
 
@@ -42,14 +43,17 @@ def loaded(path: Path) -> ModuleType:
 def live(example: ModuleType, asked: dict[str, Any]) -> str:
     # A training with a second thread would have OpenMP begun before the next fork; one is enough for these.
     torch.set_num_threads(1)
+    due = asked.get("signal")
 
     def told(step: int, loss: float) -> None:
         with Path(asked["told"]).open("a") as file:
             file.write(f"{step} {float(loss).hex()}\n")
-        if asked.get("signal") and step == asked["at"]:
-            timer = threading.Timer(asked["after_s"], os.kill, (os.getpid(), asked["signal"]))
+        nonlocal due
+        if due and step >= asked["at"]:
+            timer = threading.Timer(asked["after_s"], os.kill, (os.getpid(), due))
             timer.daemon = True
             timer.start()
+            due = None
         time.sleep(PACE_S)
 
     arguments = ["--directory", asked["directory"], "--steps", str(asked["steps"])]
