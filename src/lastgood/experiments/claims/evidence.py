@@ -18,7 +18,7 @@ from lastgood.experiments.tables.frames import pair_interval
 from lastgood.text import parse_json
 from lastgood.units import MIB
 
-__all__ = ["GOODPUT_COLUMNS", "Evidence", "Sample", "json_object", "slowdown_of"]
+__all__ = ["GOODPUT_COLUMNS", "Evidence", "Sample", "json_object"]
 
 GOODPUT_COLUMNS = (
     ("goodput_measured_iterations_per_s", "measured goodput"),
@@ -35,6 +35,16 @@ class Sample:
     trouble: str = ""
     interval: bool = False
     """Whether `values` are the ends of an interval, with the estimate between them."""
+    counted: bool = False
+    """Whether it was counted, as bytes, and not timed: one run says it then."""
+    runs: int | None = None
+    """Of a comparison of times or rates, the runs of the side that has fewest; None: as many as values."""
+
+    @property
+    def of_one_run(self) -> bool:
+        """Whether a time or rate rests on one unpaired run of a side, which cannot tell an effect from noise."""
+        fewest = len(self.values) if self.runs is None else self.runs
+        return not self.interval and not self.counted and fewest < 2
 
     @property
     def median(self) -> float:
@@ -59,12 +69,6 @@ class Sample:
     def map(self, change: Callable[[float], float]) -> Sample:
         """The same runs in another unit."""
         return replace(self, values=tuple(change(value) for value in self.values))
-
-
-def slowdown_of(runs: pd.DataFrame) -> pd.Series:
-    """Throughput without checkpoints divided by durable throughput with them, for each row that has both."""
-    none = pd.to_numeric(runs["none_iterations_per_s"])
-    return (none / pd.to_numeric(runs["durable_iterations_per_s"])).dropna()
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,18 @@ class Evidence:
         cell = self.cell(workload, system, interval)
         if cell.empty:
             return Sample((), self._lack(workload, system, interval))
-        measured = pair_interval(cell)
+        sample = self.slowdown_of(cell)
+        lacks = "" if sample.values else f"{workload}: no run without checkpoints beside it"
+        return replace(sample, trouble=_trouble(cell) or lacks)
+
+    def slowdown_of(self, runs: pd.DataFrame) -> Sample:
+        """Throughput without checkpoints divided by durable throughput with them, of runs of one workload."""
+        measured = pair_interval(runs)
         if measured is not None:
-            return Sample(measured.map(lambda ratio: 1 / ratio), _trouble(cell), interval=True)
-        values = tuple(float(value) for value in slowdown_of(cell))
-        return Sample(values, _trouble(cell) or ("" if values else f"{workload}: no run without checkpoints beside it"))
+            return Sample(measured.map(lambda ratio: 1 / ratio), interval=True)
+        none = pd.to_numeric(runs["none_iterations_per_s"])
+        values = (none / pd.to_numeric(runs["durable_iterations_per_s"])).dropna()
+        return Sample(tuple(float(value) for value in values))
 
     def gain(self, workload: str, system: str, other: str, interval: int) -> Sample:
         """Durable throughput of `system` divided by that of `other`, a value for each repetition that both have."""
@@ -168,7 +179,7 @@ class Evidence:
                 if len(mine) and len(theirs) and theirs.min() > 0:
                     # Every run of one against every run of the other: what their spread allows.
                     pairs = tuple(a / b for a in mine for b in theirs)
-                    gains[str(model), int(float(str(steps)))] = Sample(pairs)
+                    gains[str(model), int(float(str(steps)))] = Sample(pairs, runs=min(len(mine), len(theirs)))
             if gains:
                 return gains, name
         return {}, ""
@@ -185,7 +196,7 @@ class Evidence:
                 (), f"{workload}: no run of {system}" if ours.empty else f"{workload}: no run without checkpoints"
             )
         extra = (ours[column].astype(float) - float(base[column].median())) / ours["state_bytes"].astype(float)
-        return Sample(tuple(float(value) for value in extra))
+        return Sample(tuple(float(value) for value in extra), counted=True)
 
     def own_intervals(self, system: str) -> pd.DataFrame:
         """Runs in which a system chose its interval to keep an overhead budget, as their `storage` column tells."""

@@ -11,6 +11,7 @@ from lastgood.experiments.claims.evidence import Evidence, Sample
 from lastgood.experiments.systems.labels import system_label
 
 __all__ = [
+    "ONE_RUN",
     "Accepted",
     "Outcome",
     "Published",
@@ -23,6 +24,9 @@ __all__ = [
 ]
 
 Verdict = Literal["reproduced", "refuted", "not testable"]
+
+ONE_RUN = "undecided, a side is one run without pairs, which does not tell an effect from noise"
+"""Why a comparison of times or rates is not judged."""
 
 _OTHER_NAMES = {"bytecheckpoint": "ByteCheckpoint", "datastates": "DataStates-LLM", "fastpersist": "FastPersist"}
 """Printed names of systems that are only in the published numbers."""
@@ -105,6 +109,10 @@ class Accepted:
         """Whether everything from `low` to `high` is allowed."""
         return self.least <= low and high <= self.most
 
+    def beyond(self, low: float, high: float) -> float:
+        """How far all of `low` to `high` is away from what is allowed; 0 or less if it is not."""
+        return max(self.least - high, low - self.most)
+
 
 def judge(
     statement: str,
@@ -117,7 +125,10 @@ def judge(
     easy: str = "",
     unlike: str = "",
 ) -> Outcome:
-    """All repetitions must agree.
+    """All repetitions must agree. Of what is timed one unpaired run decides nothing.
+
+    Unpaired runs refute nothing either if they are further from each other than the nearest of them is from the limit:
+    another run might keep it.
 
     `easy` says why keeping the limit proves nothing here, `unlike` why this machine cannot show the effect at all.
     """
@@ -129,10 +140,15 @@ def judge(
         reason = f"{_range(sample)}, but {unlike}"
     elif limits.holds(low, high) and easy:
         reason = f"{_range(sample)}, but {easy}"
+    elif sample.of_one_run:
+        reason = f"{ONE_RUN}: {_range(sample)}"
     elif limits.holds(low, high):
         verdict, reason = "reproduced", _range(sample)
-    elif high < limits.least or low > limits.most:
-        verdict, reason = "refuted", _range(sample)
+    elif limits.beyond(low, high) > 0:
+        if sample.interval or sample.counted or high - low <= limits.beyond(low, high):
+            verdict, reason = "refuted", _range(sample)
+        else:
+            reason = f"undecided, repetitions scatter more than they are away from the limit: {_range(sample)}"
     else:
         why = "undecided, the limit lies in the interval" if sample.interval else "repetitions disagree"
         reason = f"{why}: {_range(sample)}"

@@ -14,9 +14,10 @@ import pandas as pd
 
 from lastgood.checkpointers.registry import system_traits
 from lastgood.errors import LastgoodError
-from lastgood.experiments.claims.evidence import Evidence, Sample, json_object, slowdown_of
+from lastgood.experiments.claims.evidence import Evidence, json_object
 from lastgood.experiments.claims.memory_rules import device_memory, host_memory, storage
 from lastgood.experiments.claims.outcome import (
+    ONE_RUN,
     Accepted,
     Outcome,
     Published,
@@ -190,7 +191,10 @@ def _worst_interval(published: Published, others: list[Published], evidence: Evi
         numbers = ", ".join(f"{gains[interval].median:.3g} at {interval}" for interval in sorted(gains))
         both_sides = min(outside) < first and max(outside) > last
         verdict: Verdict = "not testable"
-        if outside[best_out].low > most_in:
+        lone = [interval for interval in sorted(gains) if gains[interval].of_one_run]
+        if lone:
+            reason = f"{ONE_RUN}, as at interval {lone[0]}: gain {numbers}"
+        elif outside[best_out].low > most_in:
             verdict, reason = "refuted", f"gain {numbers}: largest at interval {best_out}"
         elif inside[best_in].low <= most_out:
             reason = f"gain {numbers}: repetitions do not tell intervals {best_in} and {best_out} apart"
@@ -235,7 +239,7 @@ def _own_interval(published: Published, _others: list[Published], evidence: Evid
         yield not_testable(statement, "any", reason, accepted, _WHY_OWN)
         return
     for workload, chosen in rows.groupby("workload"):
-        sample = Sample(tuple(100 * (float(value) - 1) for value in slowdown_of(chosen)))
+        sample = evidence.slowdown_of(chosen).map(lambda value: 100 * (value - 1))
         yield judge(statement, str(workload), sample, Accepted(most=limit), accepted, _WHY_OWN)
 
 
