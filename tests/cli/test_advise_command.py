@@ -71,6 +71,18 @@ def test_what_blocks_leave_open_is_called_undecided(tmp_path: Path, ceilings: li
     assert all(len(row["goodput_interval"]) == 3 for row in found)
 
 
+def test_single_runs_without_pairs_decide_nothing(tmp_path: Path, ceilings: list[str]) -> None:
+    for name, rate in (("none", 10.0), ("sync", 2.0), ("gpm", 9.0)):
+        interval = 0 if name == "none" else 10
+        proof = None if name == "none" else True
+        place_record(
+            make_record(name, interval, iterations_per_s=rate, machine="box", proof=proof), tmp_path / "records"
+        )
+    asked = ["--state-gb", "0.1", "--iter-ms", "100", "--mtbf-h", "24", "--records", str(tmp_path / "records")]
+    first = advise(*asked, *ceilings, "--intervals", "10").splitlines()[0]
+    assert "Undecided, one run without pairs does not tell them apart: gpm and sync every 10." in first
+
+
 def test_from_records_and_the_ceilings_that_they_carry() -> None:
     found = json.loads(
         advise("--state-gb", "0.15", "--iter-ms", "70", "--mtbf-h", "1", "--records", MEASURED, "--json")

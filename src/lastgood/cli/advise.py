@@ -295,8 +295,16 @@ def _rivals(found: list[Advice]) -> str:
     rivals = undecided(found)
     if not rivals:
         return ""
-    named = ", ".join(f"{row.system} every {row.interval_steps}{_span(row)}" for row in rivals)
-    return f" Undecided, the intervals of goodput overlap: {found[0].system}{_span(found[0])} and {named}."
+    lone = [row for row in rivals if found[0].of_one_run or row.of_one_run]
+    return "".join(
+        f" Undecided, {why}: {found[0].system}{_span(found[0])} and "
+        f"{', '.join(f'{row.system} every {row.interval_steps}{_span(row)}' for row in rows)}."
+        for why, rows in (
+            ("the intervals of goodput overlap", [row for row in rivals if row not in lone]),
+            ("one run without pairs does not tell them apart", lone),
+        )
+        if rows
+    )
 
 
 def _span(row: Advice) -> str:

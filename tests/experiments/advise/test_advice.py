@@ -256,12 +256,18 @@ def test_systems_whose_intervals_overlap_are_undecided(spread: float, rivals: li
     best = found[0].goodput_interval
     assert best is not None and best.low < best.middle == found[0].goodput <= best.high
     assert [row.system for row in undecided(found)] == rivals
-    # Without intervals nothing is said of them.
+    # One run without pairs says nothing of noise, on either side.
     plain = advise(QUESTION, fit_costs(cells, RATES, QUESTION), RATES, [30])
     assert [row.goodput for row in plain] == [row.goodput for row in found]
-    assert undecided(plain) == [] and plain[0].goodput_interval is None
-    mixed = fit_costs([*known[:-1], cells[-1]], RATES, QUESTION)
-    assert mixed["gpm"].ends is not None and mixed["sync"].ends is None
+    assert [row.system for row in undecided(plain)] == ["sync"] and plain[0].goodput_interval is None
+    for lone, system in ((0, "gpm"), (-1, "sync")):
+        mixed = list(known)
+        mixed[lone] = cells[lone]
+        costs = fit_costs(mixed, RATES, QUESTION)
+        assert [name for name in costs if costs[name].ends is None] == [system]
+        assert [row.system for row in undecided(advise(QUESTION, costs, RATES, [30]))] == ["sync"]
+    # A model has no noise.
+    assert undecided(advise(QUESTION, model_costs(RATES, QUESTION)[0], RATES, [30])) == []
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -293,6 +299,7 @@ def test_cells_are_medians_of_ratios_within_repetitions(tmp_path: Path) -> None:
     by_cell = {(cell.system, cell.interval_steps): cell for cell in found.cells}
     assert sorted(by_cell) == [("pccheck", 1), ("pccheck", 10), ("sync", 10)]
     assert by_cell["sync", 10].ratio == pytest.approx((5.0 / 3.0 + 5.2 / 2.5) / 2)
+    assert by_cell["sync", 10].ends == pytest.approx((5.0 / 3.0, 5.2 / 2.5))
     # 40 steps, and the drain counts.
     taken = [(40 / rate + 0.2) / 40 for rate in (4.0, 4.1)]
     assert by_cell["pccheck", 1].ratio == pytest.approx((5.0 * taken[0] + 5.2 * taken[1]) / 2)
@@ -329,7 +336,7 @@ def test_a_csv_says_what_its_records_say(tmp_path: Path) -> None:
     assert from_csv.rates == Rates(write=1e9, copy=1e10, device="cpu")
 
     def numbers(found: Cell) -> list[object]:
-        return [pytest.approx(value) if isinstance(value, float) else value for value in vars(found).values()]
+        return [pytest.approx(value) if isinstance(value, float | tuple) else value for value in vars(found).values()]
 
     assert [numbers(cell) for cell in from_csv.cells] == [list(vars(cell).values()) for cell in from_records.cells]
     # A run that is there twice counts once, or its repetition would outweigh the other.
@@ -347,6 +354,17 @@ def test_cells_in_pairs_have_the_interval_of_their_blocks(tmp_path: Path) -> Non
     for folder in ("records", "csv"):
         (found,) = read_cells(tmp_path / folder).cells
         assert (found.ratio, found.ends) == (pytest.approx(1 / 0.8), pytest.approx((1 / 0.8, 4.423), abs=0.001))
+
+
+def test_one_run_in_one_stretch_has_no_interval(tmp_path: Path) -> None:
+    """One in pairs has one, if of no width."""
+    for record in [record for record in records_of() if record.spec.repetition == 0]:
+        place_record(record, tmp_path / "stretch")
+    assert {cell.ends for cell in read_cells(tmp_path / "stretch").cells} == {None}
+    for record in [make_paired("none", 0), make_paired("pccheck", 10, (0.8, 0.8, 0.8), proof=True)]:
+        place_record(record, tmp_path / "pairs")
+    (found,) = read_cells(tmp_path / "pairs").cells
+    assert found.ends == pytest.approx((1.25, 1.25))
 
 
 def test_runs_that_say_nothing_are_left_out_and_named(tmp_path: Path) -> None:

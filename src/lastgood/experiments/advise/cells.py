@@ -158,12 +158,14 @@ def _cells(runs: Iterable[_Run], notes: list[str]) -> list[Cell]:
     cells = []
     for (workload, setting, system, interval), found in sorted(groups.items()):
         # Ratios within a run if it has pairs, else within a repetition: its runs were made close together.
-        ratios = [
-            none[setting][run.repetition].per_s / run.durable_per_s if run.pairs is None else 1 / run.pairs.middle
-            for run in found
-            if run.repetition in none[setting]
+        with_none = [run for run in found if run.repetition in none[setting]]
+        spans = [
+            Interval(*[none[setting][run.repetition].per_s / run.durable_per_s] * 3)
+            if run.pairs is None
+            else run.pairs.map(lambda ratio: 1 / ratio)
+            for run in with_none
         ]
-        if not ratios:
+        if not spans:
             notes.append(f"{workload} {system} f{interval}: no `none` run of its repetitions")
             continue
         baseline = list(none[setting].values())
@@ -178,8 +180,8 @@ def _cells(runs: Iterable[_Run], notes: list[str]) -> list[Cell]:
                 state_bytes=statistics.median(run.state_bytes for run in found),
                 iteration_s=statistics.median(1 / run.per_s for run in baseline),
                 hide_s=statistics.median(run.hide_s for run in baseline),
-                ratio=statistics.median(ratios),
-                ends=_ends([run.pairs for run in found]),
+                ratio=statistics.median(span.middle for span in spans),
+                ends=None if len(spans) == 1 and with_none[0].pairs is None else _ends(spans),
                 durable_s=statistics.median(durable) if durable else None,
                 load_s=statistics.median(loads) if loads else None,
                 max_in_flight=found[0].max_in_flight,
@@ -188,12 +190,9 @@ def _cells(runs: Iterable[_Run], notes: list[str]) -> list[Cell]:
     return cells
 
 
-def _ends(pairs: Sequence[Interval | None]) -> tuple[float, float] | None:
-    """The widest interval of t_c / t over repetitions; None if one of them has none."""
-    known = [one for one in pairs if one is not None]
-    if len(known) < len(pairs):
-        return None
-    return 1 / max(one.high for one in known), 1 / min(one.low for one in known)
+def _ends(spans: Sequence[Interval]) -> tuple[float, float]:
+    """The widest interval over repetitions. One run without pairs has none."""
+    return min(span.low for span in spans), max(span.high for span in spans)
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

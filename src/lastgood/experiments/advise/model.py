@@ -160,7 +160,7 @@ class Cell:
     load_s: float | None
     max_in_flight: int
     ends: tuple[float, float] | None = None
-    """Ends of the interval of `ratio`, if it was measured in pairs of blocks."""
+    """Ends of the interval of `ratio`, of pairs of blocks or of repetitions; None if one run without pairs says all."""
 
 
 @dataclass(frozen=True)
@@ -181,19 +181,25 @@ class Advice:
     source: str
     goodput_interval: Interval | None = None
     """What `goodput` is if the measured ratios are at the ends of their intervals; None if there are none."""
+    of_one_run: bool = False
+    """Whether a cell behind it was measured by one run without pairs: nothing says how far off it is."""
 
 
 def undecided(found: Sequence[Advice]) -> list[Advice]:
-    """Of other systems, those of which nothing says that the first of `found` is better: their intervals overlap."""
+    """Of other systems, those of which nothing says that the first of `found` is better.
+
+    Their intervals overlap, or one of the two rests on a single run without pairs, which has none.
+    """
     best = found[0]
-    return [
-        row
-        for row in found
-        if row.system != best.system
-        and best.goodput_interval is not None
-        and row.goodput_interval is not None
-        and row.goodput_interval.overlaps(best.goodput_interval)
-    ]
+    return [row for row in found if row.system != best.system and _may_be_as_good(best, row)]
+
+
+def _may_be_as_good(one: Advice, other: Advice) -> bool:
+    if one.of_one_run or other.of_one_run:
+        return True
+    if one.goodput_interval is None or other.goodput_interval is None:
+        return False  # of the model, which has no noise
+    return one.goodput_interval.overlaps(other.goodput_interval)
 
 
 def hide_share(cells: Sequence[Cell]) -> float:
@@ -400,6 +406,7 @@ def _advice(system: str, interval_steps: int, question: Question, costs: Costs, 
         24 * share,
         f"{costs.source}, extrapolated" if outside else costs.source,
         Interval(min(share, *shares), share, max(share, *shares)) if shares else None,
+        of_one_run=costs.measured is not None and costs.ends is None,
     )
 
 
