@@ -3,7 +3,6 @@
 import os
 import sys
 
-
 # `lastgood` beside the running Python is the one to call, whether its environment is activated or not.
 os.environ.update(PATH=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]))
 

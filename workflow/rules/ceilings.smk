@@ -4,17 +4,17 @@
 rule ceilings:
     output:
         CEILINGS,
+    log:
+        "logs/ceilings.log",
+    # Before the first run: a figure that a failure cuts short can still be drawn with its bound.
+    priority: len(PLAN.specs) + 1
+    conda:
+        ENVIRONMENT
+    resources:
+        machine=1,
     params:
         scratch=SCRATCH,
         machine=MACHINE,
-    resources:
-        machine=1,
-    # Before the first run: a figure that a failure cuts short can still be drawn with its bound.
-    priority: len(PLAN.specs) + 1
-    log:
-        "logs/ceilings.log",
-    conda:
-        ENVIRONMENT
     message:
         "measure this machine's ceilings"
     shell:

@@ -9,18 +9,18 @@ rule collect:
     output:
         tidy=f"{FIGURES}/{{figure}}_{{model}}.csv",
         wide=f"{FIGURES}/{{figure}}_{{model}}_wide.csv",
-    wildcard_constraints:
-        figure="|".join(FIGURE_NAMES),
-        model="|".join(PANEL_MODELS),
-    params:
-        made_of=lambda wildcards: records_of(wildcards.figure, wildcards.model),
-        reference=lambda wildcards, input: f"--reference {shlex.quote(str(input.reference))}" if input.reference else "",
     log:
         "logs/collect/{figure}_{model}.log",
     benchmark:
         "logs/benchmarks/collect_{figure}_{model}.tsv"
+    wildcard_constraints:
+        figure="|".join(FIGURE_NAMES),
+        model="|".join(PANEL_MODELS),
     conda:
         ENVIRONMENT
+    params:
+        made_of=lambda wildcards: records_of(wildcards.figure, wildcards.model),
+        reference=lambda wildcards, input: f"--reference {shlex.quote(str(input.reference))}" if input.reference else "",
     message:
         "collect {wildcards.figure} {wildcards.model}"
     shell:

@@ -23,7 +23,9 @@ try:
     from lastgood.workloads.registry import workload_data_kind
 except ModuleNotFoundError as error:
     # An exit and not an exception, here and below: a message for the user, without a traceback into these files.
-    sys.exit(f"{error}, Python {sys.executable}: run `bash install.sh` and `. .venv/bin/activate` in the checkout first")
+    sys.exit(
+        f"{error}, Python {sys.executable}: run `bash install.sh` and `. .venv/bin/activate` in the checkout first"
+    )
 
 
 # Whether jobs go to other machines, as with profiles/slurm: what a machine can do is then checked where a job runs. Jobs
@@ -45,7 +47,9 @@ def read_configuration():
     files = settings.configfiles or [Path(workflow.basedir, "config", "laptop.yaml")]
     if len(files) > 1:
         names = ", ".join(map(str, files))
-        sys.exit(f"--configfile takes one file, not {len(files)}: {names}; a file names the one it changes as its `base`")
+        sys.exit(
+            f"--configfile takes one file, not {len(files)}: {names}; a file names the one it changes as its `base`"
+        )
     try:
         overrides = parse_overrides(settings.config_args or [])
         return parse_config(Path(files[0]), overrides)[0] if SUBMITS else load_config(Path(files[0]), overrides)

@@ -4,18 +4,18 @@
 rule dataset:
     output:
         touch(f"{DATA}/{{kind}}.ready"),
-    params:
-        folder=lambda wildcards, output: str(Path(output[0]).parent),
-    wildcard_constraints:
-        kind="[a-z]+",
-    # Before every run: a model whose data came late would be measured after all others, not in the planned order.
-    priority: len(PLAN.specs) + 2
     log:
         "logs/data/{kind}.log",
     benchmark:
         "logs/benchmarks/data_{kind}.tsv"
+    wildcard_constraints:
+        kind="[a-z]+",
+    # Before every run: a model whose data came late would be measured after all others, not in the planned order.
+    priority: len(PLAN.specs) + 2
     conda:
         ENVIRONMENT
+    params:
+        folder=lambda wildcards, output: str(Path(output[0]).parent),
     message:
         "prepare data: {wildcards.kind}"
     shell:

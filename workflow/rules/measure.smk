@@ -6,24 +6,24 @@ rule measure:
         prepared_data_of,
     output:
         f"{RESULTS}/{{machine}}/{{scale}}/{{cell}}/r{{repetition}}.json",
+    log:
+        "logs/{machine}/{scale}/{cell}/r{repetition}.log",
+    wildcard_constraints:
+        machine="[^/]+",
+        scale="[^/]+",
+        cell="[^/]+(/[^/]+)+",
+        repetition="[0-9]+",
+    priority: priority_of
+    conda:
+        ENVIRONMENT
+    resources:
+        machine=1,
     params:
         spec=lambda wildcards: spec_of(wildcards).canonical_json(),
         title=lambda wildcards: spec_of(wildcards).title(),
         data=lambda wildcards: matters(spec_of(wildcards).workload, DATA),
         scratch=lambda wildcards: matters(spec_of(wildcards).workload, SCRATCH),
         hosts=hosts_of,
-    wildcard_constraints:
-        machine="[^/]+",
-        scale="[^/]+",
-        cell="[^/]+(/[^/]+)+",
-        repetition="[0-9]+",
-    resources:
-        machine=1,
-    priority: priority_of
-    log:
-        "logs/{machine}/{scale}/{cell}/r{repetition}.log",
-    conda:
-        ENVIRONMENT
     message:
         "measure {params.title} (log: {log})"
     shell:

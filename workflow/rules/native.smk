@@ -7,14 +7,14 @@ rule native:
         project=f"{workflow.basedir}/pyproject.toml",
     output:
         touch("logs/native.built"),
-    params:
-        checkout=lambda wildcards, input: str(Path(input.project).parent),
     log:
         "logs/native.log",
     benchmark:
         "logs/benchmarks/native.tsv"
     conda:
         ENVIRONMENT
+    params:
+        checkout=lambda wildcards, input: str(Path(input.project).parent),
     message:
         "build the native extension (log: {log})"
     shell:

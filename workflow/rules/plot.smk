@@ -8,17 +8,17 @@ rule plot:
         pdf=f"{FIGURES}/{{figure}}_{{model}}.pdf",
         png=f"{FIGURES}/{{figure}}_{{model}}.png",
         svg=f"{FIGURES}/{{figure}}_{{model}}.svg",
-    params:
-        stem=lambda wildcards, output: str(Path(output.pdf).with_suffix("")),
-    wildcard_constraints:
-        figure="|".join(FIGURE_NAMES),
-        model="|".join(PANEL_MODELS),
     log:
         "logs/plot/{figure}_{model}.log",
     benchmark:
         "logs/benchmarks/plot_{figure}_{model}.tsv"
+    wildcard_constraints:
+        figure="|".join(FIGURE_NAMES),
+        model="|".join(PANEL_MODELS),
     conda:
         ENVIRONMENT
+    params:
+        stem=lambda wildcards, output: str(Path(output.pdf).with_suffix("")),
     message:
         "plot {wildcards.figure} {wildcards.model}"
     shell:

@@ -3,13 +3,13 @@
 
 # Without an output: hosts change by themselves, and a second call finds out that there is nothing to do.
 rule provision:
-    params:
-        hostfile=lambda wildcards: configured_hostfile(),
-        facts="logs/provision",
     log:
         "logs/provision.log",
     conda:
         ENVIRONMENT
+    params:
+        hostfile=lambda wildcards: configured_hostfile(),
+        facts="logs/provision",
     message:
         "provision the hosts of {params.hostfile} (log: {log})"
     shell:

@@ -11,15 +11,15 @@ rule claims:
     output:
         csv=CLAIMS[0],
         markdown=CLAIMS[1],
-    params:
-        made_of=REPORT_STEMS,
-        reference=lambda wildcards, input: str(Path(input.reference[0]).parent),
     log:
         "logs/claims.log",
     benchmark:
         "logs/benchmarks/claims.tsv"
     conda:
         ENVIRONMENT
+    params:
+        made_of=REPORT_STEMS,
+        reference=lambda wildcards, input: str(Path(input.reference[0]).parent),
     message:
         "published claims against these figures"
     shell:
@@ -35,15 +35,15 @@ rule report:
         claims=CLAIMS[0],
     output:
         f"{FIGURES}/report.html",
-    params:
-        made_of=REPORT_STEMS,
-        figures=lambda wildcards, output: str(Path(output[0]).parent),
     log:
         "logs/report.log",
     benchmark:
         "logs/benchmarks/report.tsv"
     conda:
         ENVIRONMENT
+    params:
+        made_of=REPORT_STEMS,
+        figures=lambda wildcards, output: str(Path(output[0]).parent),
     message:
         "one page of all figures: {output}"
     shell:

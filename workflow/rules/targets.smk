@@ -1,6 +1,5 @@
 """Targets that a person asks for, but for `all` (in the Snakefile) and `native` (in native.smk)."""
 
-
 for figure in FIGURE_NAMES:
 
     rule:
@@ -33,17 +32,17 @@ rule datasets:
 rule test_simple:
     input:
         prepared_data_of_spec(SIMPLE_SPEC),
+    log:
+        "logs/test_simple.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        machine=1,
     params:
         spec=SIMPLE_SPEC.canonical_json(),
         record=f"{RESULTS}/test_simple.json",
         data=lambda wildcards: DATA,
         scratch=SCRATCH,
-    resources:
-        machine=1,
-    log:
-        "logs/test_simple.log",
-    conda:
-        ENVIRONMENT
     message:
         "smoke test: train, save, restore in a new process, compare to the bit (log: {log})"
     shell:
