@@ -205,3 +205,50 @@ def test_a_restore_ends_the_wait_for_room(tmp_path):
         with core.body.change:
             core.body.paused -= 1
             core.body.change.notify_all()
+
+
+def test_what_is_idle_is_held_however_late_the_shadow_hears_of_gradients(tmp_path, monkeypatch):
+    heard = MirrorReceiver.poll
+
+    def late(receiver, timeout_s):
+        events = heard(receiver, timeout_s)
+        time.sleep(0.2 if events else 0.0)
+        return events
+
+    monkeypatch.setattr(MirrorReceiver, "poll", late)
+    with node_thread(job_of("adamw"), tmp_path) as node:
+        life = SimulatedLife(make_training("adamw"))
+        node.hear(life.begin())
+        follow(node, life, 2)
+        assert node.held() == [2], "it is held, and the one before is applied"
+
+
+def test_steps_after_a_seed_that_is_not_in_its_place_yet_are_not_lost_at_a_fence(tmp_path, monkeypatch):
+    """Their gradients are in the slots; the worker and the receiver's events are late."""
+    heard, on_their_way = MirrorReceiver.poll, threading.Event()
+    monkeypatch.setattr(
+        MirrorReceiver, "poll", lambda *args: () if (events := heard(*args)) and on_their_way.is_set() else events
+    )
+    with node_thread(job_of("adamw"), tmp_path) as node:
+        life = SimulatedLife(make_training("adamw"))
+        node.hear(life.begin())
+        follow(node, life, 10)
+        node.hear([lost_step(life)])
+        node.settle()
+        core = node.service.core
+        with core.body.change:
+            core.body.paused += 1
+        on_their_way.set()
+        give(node, life, 11)
+        assert node.follower.blind is None
+        follow(node, life, 1)
+        said = threading.Event()
+        node.follower._life.link.call(said.set)
+        assert said.wait(30)
+        core.fence(None, core.status().epoch + 1)
+        assert [saved.step for saved in core.status().memory] == [12]
+        with core.body.change:
+            core.body.paused -= 1
+        fresh = SimulatedLife(make_training("adamw"))
+        assert FlowCheck(tmp_path / "job", **node.options).restore(fresh.state) == 12
+        assert same_state(fresh.copied(), life.states[12]) == []

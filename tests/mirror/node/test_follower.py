@@ -66,6 +66,7 @@ def test_lives_go_on_as_an_undisturbed_one(kind, hook, tmp_path):
                 node.hear(life.step())
             part = list(life.step())
             node.hear(part[:-1])  # killed in the middle of a step
+            node.settle()
             assert {step: loss for step, loss in undisturbed.losses.items() if step in life.losses} == life.losses
             life, step = restored(node, kind, hook, tmp_path)
             assert step in (killed_after - 1, killed_after)

@@ -325,8 +325,8 @@ class ShadowCore:
     def _count_whole(self) -> None:
         """Iterations that are complete in their slots, and whose events are lost, or on their way to `_obey`."""
         assert self.body.receiver is not None
-        for bucket, at in self._state.held.positions.items():
-            for iteration in range((at or 0) + 1, (at or 0) + 1 + self.settings.slots):
+        for bucket, base in self._state.held.bases.items():
+            for iteration in range(base + 1, base + 1 + self.settings.slots):
                 if self.body.receiver.complete(bucket, iteration):
                     self._state.received(bucket, iteration)
 

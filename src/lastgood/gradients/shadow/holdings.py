@@ -62,6 +62,13 @@ class ShadowHoldings:
         """Where each bucket stands."""
         return {number: bucket.at for number, bucket in self.buckets.items()}
 
+    @property
+    def bases(self) -> dict[int, int]:
+        """Behind which iteration each bucket's slots begin: where it stands, or the seed that it is to stand at."""
+        return {
+            number: (bucket.landing if bucket.windowed else bucket.at) or 0 for number, bucket in self.buckets.items()
+        }
+
     def restorable(self) -> list[Saved]:
         """Saved iterations that all buckets can be brought to and whose side records are here, oldest first."""
         return [

@@ -67,6 +67,8 @@ class Life:
         self._spill_every = spill_every
         self._wait_s = wait_s
         self._saves = 0
+        self._told: int | None = None
+        """The newest iteration of which all is said that it needs to be given back, or passed over."""
         self._side_layout: dict[str, Any] | None = side_layout(layout.gradients, 0)
         job = core.body.state.job
         assert job is not None
@@ -152,18 +154,39 @@ class Life:
                 spill=due,
             )
         )
+        if not saved:
+            self._told = iteration
 
     def side(self, iteration: int, record: bytes) -> None:
         """What else belongs to the state after an iteration: from here on it can be given back."""
         side = Side(rank=0, iteration=iteration, step=iteration, layout=self._side_layout, nbytes=len(record))
         self._side_layout = None
         self._conductor.side(side, memoryview(record), None)
+        self._told = iteration
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Return once all that was said is done and applied; False if that takes longer."""
+        """Return once the shadow holds all that was said, and has applied what it may; False if that takes longer.
+
+        Also once there is a `fault`: nothing more is done then. What is said goes through the link's thread, gradients
+        through the one that takes the receiver's events, updates through the worker: each may be late.
+        """
+        deadline = time.monotonic() + timeout_s
         done = threading.Event()
         self.link.call(done.set)
-        return done.wait(timeout_s)
+        if not done.wait(timeout_s):
+            return False
+        change = self._core.body.change
+        with change:
+            return change.wait_for(
+                lambda: self._is_settled() or self.fault is not None, max(0.0, deadline - time.monotonic())
+            )
+
+    def _is_settled(self) -> bool:
+        """With the body's lock."""
+        held, told = self._core.body.state.held, self._told
+        if told is not None and held.completed < told and told not in held.known.given_up:
+            return False
+        return held.applied >= held.target()
 
     def close(self) -> None:
         """End it; what the shadow holds stays."""
