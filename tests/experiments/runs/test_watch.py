@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_two_that_see_the_same_processes_count_once() -> None:
     """As two names of one host in a hostfile."""
     (found,) = merge_seen([seen("a", "k", "p", 0.7), seen("b", "k", "p", 0.7)])
     assert found.disturbance.others_cpu_s == pytest.approx(0.8)
+
+
+def test_who_sees_the_kernel_s_threads_sees_all_nodes() -> None:
+    """As a rank outside of a testbed's nodes: what it counts as the run's is in the nodes' own sums as well."""
+    host, node = seen("vm", "k", "p", 1.2), seen("node", "k", "p1", 0.7)
+    node = replace(node, before=replace(node.before, sees_kernel=False), after=replace(node.after, sees_kernel=False))
+    for order in ([host, node], [node, host]):
+        (found,) = merge_seen(order)
+        assert found.host == "vm" and found.disturbance.others_cpu_s == pytest.approx(0.3)
 
 
 def test_hosts_are_judged_one_by_one_and_the_disturbed_one_is_named() -> None:

@@ -23,8 +23,11 @@ __all__ = ["Look", "disturbance_between", "disturbed_by", "look", "processes_nam
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SECTOR_BYTES = 512
+_PROC = Path("/proc")
 _KERNEL_THREAD = 0x00200000
-"""PF_KTHREAD among a process's flags: what kernel threads do, they mostly do for the run (writing back, interrupts)."""
+"""PF_KTHREAD among a process's flags: what kernel threads do, they mostly do for the run (its writing, its packets)."""
+_INTERRUPTS = b"(ksoftirqd/"
+"""Kernel threads whose time the machine's counters book as interrupts, which is nobody's."""
 _MOST_SHARE = 0.03
 """Of all cores' time, and of what the disk could have taken, that others may have before a block counts as disturbed.
 Half of what is told apart (a half width of 3 % of a ratio) would be better; less is not to be had from counters that
@@ -37,9 +40,9 @@ class Look:
 
     at_s: float
     busy_s: float
-    """CPU time of all processes since the machine started."""
+    """CPU time of all processes since the machine started; without `sees_kernel`, in user mode only."""
     own_cpu_s: float
-    """CPU time of the processes that were asked for, and of kernel threads."""
+    """The same of the processes that were asked for, and of kernel threads."""
     steal_s: float
     pressure_s: dict[str, float] | None
     disk_bytes: int | None
@@ -50,6 +53,9 @@ class Look:
     """Other processes on the CUDA devices, and the highest of their clocks in hertz: idle devices slow down."""
     cpu_hz: float | None = None
     """Mean clock frequency of the cores."""
+    sees_kernel: bool = True
+    """Whether kernel threads are among the processes that are seen. In a namespace of processes, as in a container or a
+    node of a testbed, they are not, and their time, which is in the machine's counters, would be taken for others'."""
 
 
 def look(roots: Collection[int], scratch: Path, *, device: bool = False) -> Look:
@@ -57,8 +63,12 @@ def look(roots: Collection[int], scratch: Path, *, device: bool = False) -> Look
 
     With `device`, CUDA devices are asked as well, which takes about 50 ms.
     """
-    busy_s, steal_s = _cpu()
-    own, own_cpu_s = _own(roots)
+    processes = _processes()
+    own = _descendants(roots, {pid: one.parent for pid, one in processes.items()})
+    # Kernel threads work in kernel mode only: without that, what cannot be told from others' work is in neither sum.
+    sees_kernel = any(one.of_kernel for one in processes.values())
+    busy_s, steal_s = _cpu(with_kernel=sees_kernel)
+    own_cpu_s = sum(one.cpu_s(with_kernel=sees_kernel) for pid, one in processes.items() if one.of_kernel or pid in own)
     own_disk_bytes = sum(_moved_bytes(pid) for pid in own)
     return Look(
         at_s=time.perf_counter(),
@@ -71,6 +81,7 @@ def look(roots: Collection[int], scratch: Path, *, device: bool = False) -> Look
         throttled=_throttled(),
         device=_devices(own) if device else None,
         cpu_hz=_frequency_hz(),
+        sees_kernel=sees_kernel,
     )
 
 
@@ -78,7 +89,7 @@ def processes_naming(text: str) -> frozenset[int]:
     """Processes that have `text` on their command line, as far as this process sees any."""
     wanted = os.fsencode(text)
     found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in _PROC.glob("[0-9]*/cmdline"):
         try:
             if wanted in path.read_bytes():
                 found.add(int(path.parent.name))
@@ -135,35 +146,42 @@ def disturbed_by(
     return None
 
 
-def _cpu() -> tuple[float, float]:
+def _cpu(*, with_kernel: bool) -> tuple[float, float]:
     """Busy and stolen seconds of all cores. Time in interrupts is nobody's."""
-    with Path("/proc/stat").open(encoding="ascii") as lines:
+    with (_PROC / "stat").open(encoding="ascii") as lines:
         fields = [int(text) for text in lines.readline().split()[1:]]
     user, nice, system, steal = fields[0], fields[1], fields[2], fields[7]
-    return (user + nice + system) / _TICKS_PER_S, steal / _TICKS_PER_S
+    return (user + nice + (system if with_kernel else 0)) / _TICKS_PER_S, steal / _TICKS_PER_S
 
 
-def _own(roots: Collection[int]) -> tuple[set[int], float]:
-    """The processes of some trees, and the CPU seconds of them and of kernel threads.
+@dataclass(frozen=True)
+class _Process:
+    """One process's numbers. Of children that have ended and were waited for, their parents have the sum."""
 
-    Of children that have ended and were waited for, their parents have the sum.
-    """
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    kernel_ticks = 0
-    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+    parent: int
+    of_kernel: bool
+    user_ticks: int
+    system_ticks: int
+
+    def cpu_s(self, *, with_kernel: bool) -> float:
+        return (self.user_ticks + (self.system_ticks if with_kernel else 0)) / _TICKS_PER_S
+
+
+def _processes() -> dict[int, _Process]:
+    """All processes that this one sees, but for kernel threads that only serve interrupts."""
+    found = {}
+    for pid in (int(path.name) for path in _PROC.iterdir() if path.name.isdigit()):
         try:
             # The name in brackets may hold anything; what follows the last bracket is numbers.
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            head, _, tail = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")
         except OSError:
             continue  # it has ended
-        parents[pid] = int(fields[1])
-        if int(fields[6]) & _KERNEL_THREAD:
-            kernel_ticks += int(fields[11]) + int(fields[12])
-        else:
-            ticks[pid] = sum(int(field) for field in fields[11:15])
-    own = _descendants(roots, parents)
-    return own, (kernel_ticks + sum(ticks.get(pid, 0) for pid in own)) / _TICKS_PER_S
+        fields = [int(field) for field in tail.split()[1:15]]
+        parent, flags, user, system, user_of_children, system_of_children = (fields[n] for n in (0, 5, 10, 11, 12, 13))
+        of_kernel = bool(flags & _KERNEL_THREAD)
+        if not (of_kernel and _INTERRUPTS in head):
+            found[pid] = _Process(parent, of_kernel, user + user_of_children, system + system_of_children)
+    return found
 
 
 def _descendants(roots: Collection[int], parents: dict[int, int]) -> set[int]:
@@ -181,7 +199,7 @@ def _descendants(roots: Collection[int], parents: dict[int, int]) -> set[int]:
 
 def _moved_bytes(pid: int) -> int:
     try:
-        text = Path(f"/proc/{pid}/io").read_text(encoding="ascii")
+        text = (_PROC / str(pid) / "io").read_text(encoding="ascii")
     except OSError:
         return 0  # it has ended, or belongs to somebody else
     return sum(int(value) for value in re.findall(r"^(?:read|write)_bytes: (\d+)$", text, re.MULTILINE))
@@ -191,7 +209,7 @@ def _pressure() -> dict[str, float] | None:
     found = {}
     for name in ("cpu", "io", "memory"):
         try:
-            text = Path("/proc/pressure", name).read_text(encoding="ascii")
+            text = (_PROC / "pressure" / name).read_text(encoding="ascii")
         except OSError:
             return None
         total = re.search(r"^some .*total=(\d+)$", text, re.MULTILINE)

@@ -44,7 +44,8 @@ class Disturbance(FrozenModel):
     """What others did to the machine during a block. None if this machine does not say."""
 
     others_cpu_s: float
-    """CPU seconds of everything but this run's own processes."""
+    """CPU seconds of everything but this run's own processes and the kernel's threads. In user mode only if the run was
+    in a namespace of processes (a container, a node of a testbed), in which the kernel's threads are not seen."""
     steal_s: float
     """CPU seconds that the hypervisor gave to other machines."""
     pressure_s: dict[str, float] | None = None

@@ -90,12 +90,16 @@ def _at_s(one: Look | None) -> float:
 
 
 def merge_seen(seen: Iterable[Seen]) -> list[Found]:
-    """One for each machine. What the processes of all its nodes did is the run's own; of each view one counts. Pure."""
+    """One for each machine. What the processes of all its nodes did is the run's own; of each view one counts. Pure.
+
+    Who sees the kernel's threads sees the processes of all nodes as well, so that the others' views add nothing.
+    """
     machines: dict[str, dict[str, Seen]] = {}
     for one in seen:
         machines.setdefault(one.kernel, {}).setdefault(one.processes, one)
     found = []
-    for views in machines.values():
+    for every in machines.values():
+        views = {name: one for name, one in every.items() if one.before.sees_kernel} or every
         first = next(iter(views.values()))
         before = _with_own(first.before, [one.before for one in views.values()])
         after = _with_own(first.after, [one.after for one in views.values()])
