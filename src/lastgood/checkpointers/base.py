@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lastgood.checkpointers.attach.counting import Counts
+from lastgood.checkpointers.attach.deadline import SLURM, check_deadline
 from lastgood.checkpointers.attach.process_end import Ending
 from lastgood.checkpointers.attach.steppers import check_steppers
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
@@ -37,7 +38,7 @@ from lastgood.checkpointers.recovery.beginnings import Beginnings
 from lastgood.checkpointers.recovery.refusals import Refusals
 from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.steps.by_time import ByTime, by_time
-from lastgood.checkpointers.steps.update_hooks import UpdateHooks, remove_all
+from lastgood.checkpointers.steps.update_hooks import UpdateHooks, Waits, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
 from lastgood.checkpointers.telling import Tells
 from lastgood.checkpointers.traits import Traits
@@ -62,7 +63,7 @@ DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
 
 
-class Checkpointer(Counts, Tells):
+class Checkpointer(Counts, Tells, Waits):
     """Takes the state of a running training and can give it back.
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
@@ -71,6 +72,7 @@ class Checkpointer(Counts, Tells):
     name; `step` saves every `interval_steps` steps, or every `interval_s` seconds. A relative directory is taken from
     where the process is now. What is made there can be read by its owner alone, unless `readable_by` is ``group`` or
     ``all``. With `max_unsaved_s`, `step` raises once so many seconds have gone by without a new durable checkpoint.
+    By `deadline` (seconds since 1970; ``slurm``: the end of its Slurm job) training has saved and ended.
     Raises ConfigError for options that do not exist or cannot be, and for a directory that is a URL.
 
     Subclasses set class attributes: `name` (the registry's key), `METHOD` (a version of how this system is measured,
@@ -95,14 +97,17 @@ class Checkpointer(Counts, Tells):
         interval_s: float | None = None,
         readable_by: ReadableBy | str = ReadableBy.OWNER,
         max_unsaved_s: float | None = None,
+        deadline: float | str | None = SLURM,
         **given: Any,
     ) -> None:
         self.options = made_options(self, directory, options, given)
+        check_deadline(self.name, deadline, interval_steps)
         check_when_to_save(self.name, self.traits.only_interval, interval_steps, interval_s, max_unsaved_s)
         self.location = Location.parse(directory)
         self.directory = self.location.path
         self.interval_steps = interval_steps
         self.interval_s = interval_s
+        self.deadline = deadline
         self._by_time: ByTime | None = None
         self.readable_by = readers_of(readable_by, self.name)
         self._lock = FileLock(
@@ -207,6 +212,7 @@ class Checkpointer(Counts, Tells):
                 f"{type(self).__name__}({str(self.directory)!r}, interval_steps=10)"
             )
         self._by_time = None if self.interval_s is None else by_time(self.name, self.interval_s, self._world())
+        self._begin_deadline()
         attachment = Attachment(self.name, parts, self._data_of(data), data_changed)
         traces = Traces(self._folders())
         try:
@@ -250,7 +256,7 @@ class Checkpointer(Counts, Tells):
         systems that keep verdicts judge checkpoints by it.
 
         Raises CheckpointError if the newest durable checkpoint is older than `max_unsaved_s`; MismatchError if some
-        ranks resumed and others began again; SystemExit after a SIGTERM, if it was to end with this step.
+        ranks resumed and others began again; SystemExit if it was asked to end with this step.
         """
         attachment = self._attached()
         self._compare_beginnings()
@@ -355,6 +361,7 @@ class Checkpointer(Counts, Tells):
     def close(self) -> None:
         """Give back threads, files and hooks. Safe to call twice, and after a failure."""
         self._hooks.remove()
+        self._end_steps()
         self._state = None
         self._attachment = self._counted = None
         self._beginnings = None
@@ -381,27 +388,6 @@ class Checkpointer(Counts, Tells):
         if self._state is None:
             raise CheckpointError(f"{self.name}: start(state) must be called first")
         return self._state
-
-    @property
-    def update_stall_s(self) -> float:
-        """Seconds for which optimizers have waited in `before_update` so far.
-
-        On CUDA the waiting is the stream's; it can be read once the device has come past it (after a synchronisation).
-        """
-        return self._hooks.stalled_s()
-
-    def keep_update_waits(self) -> None:
-        """From here to `close` keep when optimizers waited, for a timeline; on CUDA this waits for the device once."""
-        self._hooks.keep()
-
-    @property
-    def update_waits(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """Begin and end of waits in `before_update` since `keep_update_waits`, in `time.perf_counter()` seconds.
-
-        First the process's, but for those shorter than 50 microseconds (that is the call itself); then those of the
-        CUDA device that was the current one then, as far as it has come past them.
-        """
-        return self._hooks.waits()
 
     def storage_facts(self) -> dict[str, Any]:
         """What a run record should say about how bytes reached the disk (for instance whether I/O was direct)."""

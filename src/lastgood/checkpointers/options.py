@@ -104,7 +104,14 @@ def _validated(system: _System, given: dict[str, Any]) -> BaseOptions:
     try:
         return system.Options.model_validate(given)
     except ValidationError as error:
-        known = ["interval_steps", "interval_s", "readable_by", "max_unsaved_s", *system.Options.model_fields]
+        known = [
+            "interval_steps",
+            "interval_s",
+            "readable_by",
+            "max_unsaved_s",
+            "deadline",
+            *system.Options.model_fields,
+        ]
         what = "; ".join(_problem(item, known) for item in error.errors())
         raise ConfigError(f"{system.name}: {what} (options: {', '.join(known)})") from error
 

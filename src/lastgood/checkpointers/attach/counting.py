@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -70,14 +69,6 @@ class Counts(EndsAtStep):
                 f"{self.name}: attach() was given no data; pass the loader, as attach(..., data=loader)"
             )
         return data
-
-    def _ends_itself(self) -> bool:
-        """Several ranks would have to agree on a step."""
-        return self._attachment is not None and self.interval_steps != 0 and self._world()[1] == 1
-
-    @abstractmethod
-    def _world(self) -> tuple[int, int]:
-        """(rank, number of ranks)."""
 
     def _attached(self) -> Attachment:
         if self._attachment is None:

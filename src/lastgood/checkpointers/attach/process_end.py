@@ -1,7 +1,8 @@
 """How a process with an attached checkpointer ends: in bounded time, saves in progress made durable if that fits.
 
 Python runs exit handlers after an uncaught exception, after Ctrl-C and after sys.exit, but not when SIGTERM ends the
-process by default. So SIGTERM is turned into SystemExit, if nobody else has taken it.
+process by default. So SIGTERM is turned into SystemExit, if nobody else has taken it, and so is SIGUSR1, by which
+schedulers announce an end.
 
 That takes the main thread, which runs Python's handlers between two instructions. While it sits in a collective whose
 other ranks are gone, or in another long call into native code, it never comes to one. So a native handler in front of
@@ -22,6 +23,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lastgood import _native
@@ -100,7 +102,7 @@ class Endable(ABC):
         del number
         return None
 
-    def _ends_now(self) -> None:  # noqa: B027 - most never wait for a step
+    def _ends_now(self, number: int) -> None:  # noqa: B027 - most never wait for a step
         """The end of a step is waited for no more."""
 
     def _drain_beside(self, timeout_s: float) -> None:
@@ -124,7 +126,7 @@ class Ending:
         self._at_exit: Callable[[], None] | None = at_exit
         atexit.register(at_exit)
         _live.add(self)
-        _take_sigterm()
+        _take_signals()
         # One that is dropped without close() must not keep SIGTERM.
         weakref.finalize(checkpointer, self.cancel).atexit = False
 
@@ -134,7 +136,7 @@ class Ending:
             atexit.unregister(self._at_exit)
             self._at_exit = None
             _live.discard(self)
-            _give_back_sigterm()
+            _give_back_signals()
             _set_limits()
 
 
@@ -160,7 +162,13 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _take_sigterm() -> None:
+def _take_signals() -> None:
+    if (
+        _in_main_thread()
+        and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        and not _caught_natively(signal.SIGUSR1)
+    ):
+        signal.signal(signal.SIGUSR1, _leave)
     if _in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
     if _in_main_thread() and signal.getsignal(signal.SIGTERM) is _leave:
@@ -170,6 +178,16 @@ def _take_sigterm() -> None:
             thread.start()
             _reader[:] = [thread, os.getpid()]
         _set_limits()
+
+
+def _caught_natively(number: int) -> bool:
+    """Whether a handler is there that Python does not know: faulthandler's prints stacks at SIGUSR1, for instance."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 _reader: list[Any] = []
@@ -188,7 +206,9 @@ def _living() -> list[Endable]:
     return [one for one in (ending.checkpointer() for ending in list(_live)) if one is not None]
 
 
-def _give_back_sigterm() -> None:
+def _give_back_signals() -> None:
+    if not _live and _in_main_thread() and signal.getsignal(signal.SIGUSR1) is _leave:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     if not _live and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _leave:
         _native.end_watch_stop()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -238,7 +258,7 @@ def _leave(number: int, frame: Any) -> None:
             return
     step_is_over()
     for one in _living():
-        one._ends_now()
+        one._ends_now(number)
     raise SystemExit(128 + number)
 
 

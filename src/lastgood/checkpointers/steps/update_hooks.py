@@ -17,7 +17,7 @@ from lastgood.errors import CheckpointError
 if TYPE_CHECKING:
     from lastgood.checkpointers.copies.host import CopyFence
 
-__all__ = ["UpdateHooks", "remove_all"]
+__all__ = ["UpdateHooks", "Waits", "remove_all"]
 
 
 class _Owner(Protocol):
@@ -143,6 +143,33 @@ class UpdateHooks:
         self._fold()
         process = [(begin, end) for begin, end in self._kept or () if end - begin >= 5e-5]
         return process, list(self._kept_on_device)
+
+
+class Waits:
+    """What a checkpointer tells of how long updates waited for it."""
+
+    _hooks: UpdateHooks
+
+    @property
+    def update_stall_s(self) -> float:
+        """Seconds for which optimizers have waited in `before_update` so far.
+
+        On CUDA the waiting is the stream's; it can be read once the device has come past it (after a synchronisation).
+        """
+        return self._hooks.stalled_s()
+
+    def keep_update_waits(self) -> None:
+        """From here to `close` keep when optimizers waited, for a timeline; on CUDA this waits for the device once."""
+        self._hooks.keep()
+
+    @property
+    def update_waits(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """Begin and end of waits in `before_update` since `keep_update_waits`, in `time.perf_counter()` seconds.
+
+        First the process's, but for those shorter than 50 microseconds (that is the call itself); then those of the
+        CUDA device that was the current one then, as far as it has come past them.
+        """
+        return self._hooks.waits()
 
 
 def remove_all(handles: list[Any]) -> None:
