@@ -351,7 +351,7 @@ def parse_csv(
     """The rows of a CSV in UTF-8 whose first line names the columns; each with the line at which it ends, from 1.
 
     Raises `error`, naming `what` and the line, if one of `columns` is missing, a column is there twice, a row has more
-    or fewer fields than the first line, or the whole is over a limit.
+    or fewer fields than the first line, or the file is over a limit.
     """
     try:
         if len(content) > most_bytes:

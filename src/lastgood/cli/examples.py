@@ -1,4 +1,4 @@
-"""`lastgood examples`: whole programs to begin with."""
+"""`lastgood examples`: complete programs to begin with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lastgood.names import nearest
 
 __all__ = ["app"]
 
-app = App(help="Whole programs to begin with: list them, copy one.", no_args_is_help=True)
+app = App(help="Complete programs to begin with: list them, copy one.", no_args_is_help=True)
 
 _SKIPPED = ("__pycache__",)
 

@@ -37,7 +37,7 @@ def tune(
         str | None, typer.Option(help="Instead of --workload: size of one checkpoint, such as 1.1GB or 512MiB.")
     ] = None,
     slowdown: Annotated[float, typer.Option(help="What checkpoints may cost: 1.05 is 5 %.")] = 1.05,
-    keep: Annotated[int, typer.Option(help="Whole checkpoints to keep.")] = 2,
+    keep: Annotated[int, typer.Option(help="Complete checkpoints to keep.")] = 2,
     budget_s: Annotated[float, typer.Option(help="Seconds for all measurements, about.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="File of the settings [default: pccheck.yaml in DIRECTORY].")] = None,
     end_with: Annotated[int | None, typer.Option(metavar="PID", help="End when the parent process PID ends.")] = None,

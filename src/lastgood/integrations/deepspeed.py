@@ -207,7 +207,7 @@ class LastgoodFiles:
             _log.error("%s", storage_error(error, Path(path), "making the directory"))
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file of this rank; it appears under its name with the whole tag."""
+        """Write one file of this rank; it appears under its name when the tag is complete."""
         self._saves.put(state_dict, path)
 
     def commit(self, info: TagInfo | str) -> bool:

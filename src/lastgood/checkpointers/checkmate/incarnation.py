@@ -64,7 +64,7 @@ class Incarnation:
     sides: SideRecords
     step_tap: StepTap | None
     ring_tap: RingTap | None
-    """Where a ring carries gradients to the shadows."""
+    """If a ring carries gradients to the shadows."""
     mover: DeviceMover | None
     own_buckets: list[int]
     """That this rank seeds."""

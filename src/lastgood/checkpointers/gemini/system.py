@@ -388,7 +388,7 @@ class Gemini(OneAtATime):
         return list(dict.fromkeys(one for theirs in together.tell(found) for one in theirs))
 
     def _meet(self) -> RankExchange | None:
-        """Where each machine has its own peer: start this machine's, and learn where the others' are. Done once."""
+        """If each machine has its own peer: start this machine's, and learn where the others' are. Done once."""
         if self.options.peers != "own" or self._together is not None:
             return self._together
         machine = self.options.machine

@@ -105,14 +105,14 @@ def whole_checkpoints(job: Path | str, s3: S3Options | None = None) -> list[JobC
     if missing:
         expected = ", ".join(str(rank_directory(job, rank)) for rank in missing[:4])
         raise MismatchError(
-            f"{job}: of {world_size} ranks, {missing[:16]} are missing; expected at {expected}. Where each host keeps "
+            f"{job}: of {world_size} ranks, {missing[:16]} are missing; expected at {expected}. If each host keeps "
             "its ranks on a disk of its own, bring all directories together first"
         )
     views = {rank: views[rank] for rank in range(world_size)}
     common = set.intersection(*(set(held[rank]) for rank in views))
     if not common:
         each = "; ".join(f"rank {rank} {_listed(held[rank])}" for rank in list(views)[:16])
-        raise NoCheckpoint(f"{job}: no step of one incarnation that all {world_size} ranks hold whole: {each}")
+        raise NoCheckpoint(f"{job}: no step of one incarnation that is complete on all {world_size} ranks: {each}")
     bad = _bad(views, held)
     return [
         JobCheckpoint(

@@ -219,7 +219,7 @@ class Recovery:
             )
 
     def _refuse_damage(self, view: SlotView) -> None:
-        """Where nothing is complete, but something was: a training must not begin again without a message."""
+        """If nothing is complete, but something was: a training must not begin again without a message."""
         damaged = [
             f"{status.path.name}: {status.detail or 'found corrupt before'}"
             for status in view.statuses()

@@ -53,7 +53,7 @@ def keep_logs_of_failure(
     report: Callable[[str], None],
     elsewhere: Callable[[], Mapping[str, Logs | HostError]] = dict,
 ) -> Iterator[None]:
-    """Where the block fails, copy the logs below `folder`, the run's own, to `kept`, and name that place in its error.
+    """If the block fails, copy the logs below `folder`, the run's own, to `kept`, and name that place in its error.
 
     What an attempt before has left there is removed first, so `kept` is not there after a run that came to its end. Of
     an error that is not Lastgood's (also Ctrl-C), `report` is told the place. `elsewhere` gets logs from hosts that do

@@ -58,7 +58,7 @@ class Number:
     place: str
     """Its place on the x axis, as text."""
     x: float | None
-    """Where that is a number."""
+    """The same, if it is a number."""
     y: float
     y_low: float | None = None
     y_high: float | None = None

@@ -1,6 +1,6 @@
 """Links of Lastgood's own ring, mirrored: what a switch between two ranks reads along, with no switch in the way.
 
-What goes from a rank to the next one is followed by the switch's `LinkParser`. Where bytes are missing, the record that
+What goes from a rank to the next one is followed by the switch's `LinkParser`. If bytes are missing, the record that
 they lie in is lost; a header that is missing is found again, since a record's header carries its own checksum.
 """
 
