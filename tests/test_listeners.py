@@ -31,6 +31,7 @@ from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.gradients.switch.check import answer_checks, check_link
 from lastgood.gradients.switch.forward import CopySettings
 from lastgood.gradients.switch.relay import Switch, SwitchLink
+from lastgood.ports import free_ports
 from lastgood.sparse.control.telemetry import ask_view
 from lastgood.sparse.control.telemetry_server import TelemetryServer
 from lastgood.wire import gate, ring_link
@@ -103,8 +104,7 @@ def metrics(_: Path) -> Iterator[tuple[int, Enter]]:
 @contextlib.contextmanager
 def switch(_: Path) -> Iterator[tuple[int, Enter]]:
     """Behind it a rank that answers tests, through a gate of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        behind = f"127.0.0.1:{free.getsockname()[1]}"
+    behind = f"127.0.0.1:{free_ports()[0]}"
     stop = threading.Event()
     link = SwitchLink("127.0.0.1:0", behind)
     with running(lambda: answer_checks(behind, TOKEN, stop, WAIT_S), stop.set), Switch([link], [], COPIES) as relay:
@@ -118,8 +118,7 @@ def switch(_: Path) -> Iterator[tuple[int, Enter]]:
 
 @contextlib.contextmanager
 def checks(_: Path) -> Iterator[tuple[int, Enter]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports()[0]}"
     stop = threading.Event()
 
     def enter() -> None:

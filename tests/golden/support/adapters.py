@@ -27,6 +27,7 @@ from lastgood.experiments.records.kinds import kind_of_spec
 from lastgood.experiments.records.optimizer import OptimizerSpec
 from lastgood.experiments.records.spec import RunSpec
 from lastgood.experiments.tables.files import load_csv
+from lastgood.ports import free_ports
 from lastgood.state import state_digest
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "command",
     "configure",
     "figure_names",
+    "free_ports",
     "kind_of",
     "load_record",
     "load_table",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import socket
 import sys
 import tarfile
 import tempfile
@@ -22,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from tests.golden.support.adapters import checkpointer_class, state_digest
+from tests.golden.support.adapters import checkpointer_class, free_ports, state_digest
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
 SAMPLES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -64,7 +63,7 @@ def in_ranks(sample: str, folder: Path, use: Callable[[Any, dict[str, Any]], int
     system, ranks, options = SAMPLES[sample]
     # Made here: torch's generator belongs to the process.
     trainings = [a_training(seed + rank) for rank in range(ranks)]
-    control = {"control": f"127.0.0.1:{_free_port()}", "join_timeout_s": LIMIT_S} if ranks > 1 else {}
+    control = {"control": f"127.0.0.1:{free_ports()[0]}", "join_timeout_s": LIMIT_S} if ranks > 1 else {}
 
     def one(rank: int) -> int:
         own = {"rank": rank, "world_size": ranks, **control} if ranks > 1 else {}
@@ -81,11 +80,6 @@ def in_ranks(sample: str, folder: Path, use: Callable[[Any, dict[str, Any]], int
         with secret, ThreadPoolExecutor(ranks) as pool:
             steps = list(pool.map(one, range(ranks), timeout=2 * LIMIT_S))
     return [(step, state_digest(parts)) for step, parts in zip(steps, trainings, strict=True)]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def restored(sample: str, folder: Path) -> list[tuple[int, str]]:

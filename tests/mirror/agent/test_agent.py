@@ -164,7 +164,7 @@ def test_no_node_and_a_wrong_token_cost_training_nothing(door: AgentDoor, tmp_pa
     for step in range(1, 200):
         alone.step(step)
         wrong.step(step)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 30, "two waits of a second for each of 199 steps take six minutes"
     door.ask("lost")
     assert not any(isinstance(door.poll(0.2), AgentCame) for _ in range(3))
     alone.close()
@@ -173,10 +173,12 @@ def test_no_node_and_a_wrong_token_cost_training_nothing(door: AgentDoor, tmp_pa
     alone.step(201)
 
 
-def test_a_node_that_reads_nothing_does_not_hold_up_a_step() -> None:
-    """It knows the token, asks, and then never reads: the agent's thread gives up, the training never waits."""
+def test_a_node_that_reads_nothing_does_not_hold_up_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the token, asks, and then never reads: the agent's thread waits, the training never does."""
     from lastgood.wire.frames import peer_handshake
     from lastgood.wire.gate import Gate
+
+    monkeypatch.setattr(trainer_module, "_END_S", 0.1)
 
     asked = threading.Event()
     listener = open_listener()
@@ -196,17 +198,17 @@ def test_a_node_that_reads_nothing_does_not_hold_up_a_step() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     state = {"model": torch.nn.Linear(2000, 2000), "more": torch.zeros(16 << 20, dtype=torch.uint8)}
-    agent = MirrorAgent(state, f"127.0.0.1:{port}", TOKEN, digest_every=1, timeout_s=1.0)
+    agent = MirrorAgent(state, f"127.0.0.1:{port}", TOKEN, digest_every=1, timeout_s=30.0)
     try:
         assert asked.wait(WAIT_S)
-        longest, end, step = 0.0, time.monotonic() + 2.5, 0
+        longest, end, step = 0.0, time.monotonic() + 1.5, 0
         while time.monotonic() < end:
             step += 1
             began = time.monotonic()
             agent.step(step)
             longest = max(longest, time.monotonic() - began)
             time.sleep(0.01)
-        assert longest < 1.0  # a copy of 32 MB, never a timeout
+        assert longest < 15  # a copy of 32 MB, never a timeout
     finally:
         agent.close()
         ending.set()

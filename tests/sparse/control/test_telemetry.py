@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from lastgood.cli import app
 from lastgood.errors import CheckpointError, ConfigError, HostError, MismatchError
+from lastgood.ports import free_ports
 from lastgood.sparse.control import telemetry_server
 from lastgood.sparse.control.telemetry import (
     MOST_TOLD,
@@ -121,13 +122,12 @@ def test_what_is_told_is_seen_and_what_is_chosen_is_heard():
 
 def test_telling_never_waits_and_the_oldest_is_forgotten():
     """Nobody is there, and there are a thousand iterations."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports()[0]}"
     with joined(address, **QUICK) as client:
         began = time.perf_counter()
         for iteration in range(1000):
             client.tell(measured(iteration))
-        assert (time.perf_counter() - began) / 1000 < 0.001 * PATIENCE
+        assert time.perf_counter() - began < 30, "a wait for each of a thousand takes 200 s"
         assert client.forgotten >= 1000 - 256 and client.heard() == [] and not client.connected
 
 
@@ -206,15 +206,11 @@ def test_a_training_beside_a_bad_server_is_that_without_one(answer, caplog):
 
     plain = train(None)
     with contextlib.ExitStack() as stack:
-        if answer is None:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                address = f"127.0.0.1:{free.getsockname()[1]}"
-        else:
-            address = stack.enter_context(bad_server(answer))
+        address = f"127.0.0.1:{free_ports()[0]}" if answer is None else stack.enter_context(bad_server(answer))
         client = TelemetryClient(address, TOKEN, **QUICK)
         began = time.monotonic()
         found = train(client)
-        assert time.monotonic() - began < 5 * PATIENCE
+        assert time.monotonic() - began < 30 * PATIENCE
         assert client.told == 0
     assert all(torch.equal(value, plain[name]) for name, value in found.items())
     said = [one.message for one in caplog.records if "the training continues" in one.message]
@@ -223,8 +219,7 @@ def test_a_training_beside_a_bad_server_is_that_without_one(answer, caplog):
 
 def test_a_server_that_comes_back_is_told_what_waits(caplog):
     caplog.set_level(logging.WARNING)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports()
     with joined(f"127.0.0.1:{port}") as client:
         for iteration in range(3):
             client.tell(measured(iteration))

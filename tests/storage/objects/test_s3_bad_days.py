@@ -174,11 +174,11 @@ def test_a_server_that_is_away_is_named(server, url, proxy):
 
 def test_a_hanging_server_is_given_up(server, proxy, url):
     client = S3Client(url, server.options(endpoint_url=proxy.url, request_s=1.0, retries=0))
-    proxy.fail("wait", "PUT", "/uploads/", seconds=10)
+    proxy.fail("wait", "PUT", "/uploads/", seconds=60)
     began_s = time.monotonic()
     with pytest.raises(StorageError):
         save(client, ONE)
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 40
     client.close()
 
 
