@@ -1,8 +1,8 @@
-"""Runs one of examples/ again and again in forks of a process that has its libraries: `python lives.py EXAMPLE`.
+"""Runs examples again and again in forks of a process that has their libraries: `python lives.py EXAMPLE...`.
 
-Reads a JSON object a line: {"directory", "steps", "told", "log", "signal", "at", "after_s"}. The fork writes each
-step's loss to the file `told`, and sends itself the signal `after_s` after step `at` (or its first one, if it began
-behind that), whatever it is doing then.
+Reads a JSON object a line: {"example", "directory", "steps", "told", "log", "signal", "at", "after_s"}. `example` is
+the folder's name below examples/. The fork writes each step's loss to the file `told`, and sends itself the signal
+`after_s` after step `at` (or its first one, if it began behind that), whatever it is doing then.
 Answers with its exit code, and a digest of what its training ended with (null if that was killed).
 """
 
@@ -90,10 +90,11 @@ def fork(example: ModuleType, asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     die_with_parent()
-    example = loaded(Path(sys.argv[1]))
+    examples = {path.parent.name: loaded(path) for path in map(Path, sys.argv[1:])}
     print("ready", flush=True)
     for line in sys.stdin:
-        print("answer " + json.dumps(fork(example, json.loads(line))), flush=True)
+        asked = json.loads(line)
+        print("answer " + json.dumps(fork(examples[asked["example"]], asked)), flush=True)
 
 
 if __name__ == "__main__":

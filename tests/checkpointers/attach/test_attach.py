@@ -77,9 +77,12 @@ class Run:
                     return
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("make", [loader, lambda: loader(own_generator=True)], ids=["global", "own-generator"])
-def test_a_resumed_run_is_the_unbroken_one(system, make, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "system"),
+    [*((loader, system) for system in SYSTEMS), (lambda: loader(own_generator=True), "pccheck")],
+    ids=[*(f"global-{system}" for system in SYSTEMS), "own-generator-pccheck"],
+)
+def test_a_resumed_run_is_the_unbroken_one(make, system, tmp_path):
     unbroken = Run(tmp_path / "a", make, system)
     assert unbroken.attach() == 0
     unbroken.train(2 * EPOCH + 3)

@@ -105,8 +105,9 @@ def test_the_best_setting_is_found_with_few_probes(done: Profile) -> None:
 
 
 def test_a_profile_that_was_killed_goes_on_to_the_same(done: Profile, tmp_path: Path) -> None:
+    """`done` began in the same way: each of its probes follows from those before it."""
     path = tmp_path / "profile.json"
-    for killed_at in (3, 7, 10):
+    for killed_at in (3, 6):
         left = [killed_at - len(begin_profile(path, WANTED).probes)]
 
         def dies(samples: int, compression: float, left: list[int] = left) -> tuple[list[float], int, float]:
@@ -116,10 +117,10 @@ def test_a_profile_that_was_killed_goes_on_to_the_same(done: Profile, tmp_path: 
             return trial(samples, compression)
 
         with pytest.raises(KeyboardInterrupt):
-            made(15, lambda now: write_profile(path, now), begin_profile(path, WANTED), dies)
+            made(8, lambda now: write_profile(path, now), begin_profile(path, WANTED), dies)
         assert len(read_profile(path).probes) == killed_at
-    again = made(15, lambda now: write_profile(path, now), begin_profile(path, WANTED))
-    assert again == done == read_profile(path)
+    again = made(8, lambda now: write_profile(path, now), begin_profile(path, WANTED))
+    assert again.probes == done.probes[:8] and again == read_profile(path)
     assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
 
 
