@@ -273,7 +273,7 @@ class JobOfRanks:
             self._work.put(lambda store: self._judge(store, sequence, step, *found))
 
     def landed(self, info: SlotInfo, timeout_s: float) -> Decided:
-        """This rank's part is durable; wait until those of all ranks are, or never will be. Called by a thread of its own.
+        """This rank's part is durable; wait until all parts are, or never will be. Called by a thread of its own.
 
         Raises CheckpointError, naming rank and host, once the ranks have been out of touch for the agreement's timeout,
         and WaitTimeout at the latest after `timeout_s`. The slot stays until its fate is known.
