@@ -293,6 +293,7 @@ void RoceParser::frame(const std::uint8_t* data, const Frame& frame) {
         case Left::not_ip: return count(RoceCount::not_ip);
         case Left::fragment: return count(RoceCount::fragments);
         case Left::damaged: return count(RoceCount::damaged_headers);
+        case Left::wrong_checksum: break;  // `ip_packet` does not look at what it carries
     }
     if (ip.protocol != kUdp) return count(RoceCount::other_traffic);
     const std::size_t udp = ip.begin;

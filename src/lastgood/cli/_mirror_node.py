@@ -133,7 +133,7 @@ def serve_node(
         )
         if agents is not None:
             door = AgentDoor(open_listener(*_host_port("--agents", agents)), read_token(token), most_bytes=_STATE_BYTES)
-            node.door = stack.enter_context(closing(door))
+            node.take_agents(stack.enter_context(closing(door)))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: node.stop())
         console.print(f"mirror node at {node.address}: {sees}")

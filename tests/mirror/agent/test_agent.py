@@ -119,7 +119,7 @@ def test_digests_of_weights_come_now_and_then(door: AgentDoor) -> None:
     state = training()
     expected = {}
     with agent_of(door, state, digest_every=3) as agent:
-        expect(door, AgentCame)
+        assert expect(door, AgentCame).digest_every == 3
         for step in range(1, 8):
             update(state)
             if step % 3 == 0:

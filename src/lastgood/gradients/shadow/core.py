@@ -148,6 +148,20 @@ class ShadowCore:
             self.body.flow()
         _log.info("incarnation %d", incarnation)
 
+    def distrust(self, incarnation: int, iteration: int) -> None:
+        """Begin an incarnation without what was made of an iteration that is not the trainers': no value is held then.
+
+        Raises as `fence`, and WaitTimeout.
+        """
+        with self.body.stopped():
+            self.fence(None, incarnation)
+            if self.body.memory is not None:
+                self.body.memory.forget(values=True)
+            self._state.emptied()
+            if self.body.store is not None:
+                self.body.store.distrust(iteration)
+            self.body.flow()
+
     def declare(self, incarnation: int, message: Declare, answer: Callable[[Welcome], None]) -> None:
         """The trainers' layout; `answer` is called before anything else is told to them.
 

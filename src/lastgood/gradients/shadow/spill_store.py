@@ -131,7 +131,8 @@ class SpillStore:
         """
         if not self.wait(0.0):
             raise WaitTimeout(f"{self.directory}: a spill is still being written; try again")
-        self._disown([spill for spill in self.durable() if is_left_behind(spill.saved, incarnation, adopt, restored)])
+        left = [spill for spill in self.durable() if is_left_behind(spill.saved, incarnation, adopt, restored)]
+        self._disown(left, "made by an incarnation that was left")
         self._store.incarnation = incarnation
 
     def write(self, copy: SpillCopy, layout: GradientLayout, over: Callable[[int, str | None], None]) -> None:
@@ -175,12 +176,15 @@ class SpillStore:
         for spill in dropped:
             self._store.drop(spill.info)
 
-    def _disown(self, spills: Sequence[Spill]) -> None:
-        """They belong to an incarnation that was left, and must not come back when this process is started again."""
+    def distrust(self, iteration: int) -> None:
+        """Spills from this iteration on are not the trainers' state: they are not given back. Raises StorageError."""
+        wrong = [spill for spill in self.durable() if spill.saved.iteration >= iteration]
+        self._disown(wrong, "not the trainers' state")
+
+    def _disown(self, spills: Sequence[Spill], why: str) -> None:
+        """They must not come back when this process is started again."""
         for spill in spills:
-            self._store.judge(
-                spill.info.sequence, Verdict(spill.info.step, False, "made by an incarnation that was left")
-            )
+            self._store.judge(spill.info.sequence, Verdict(spill.info.step, False, why))
             with self._lock:
                 self._durable = [one for one in self._durable if one is not spill]
             self._store.drop(spill.info)
@@ -229,7 +233,7 @@ class SpillStore:
             new = [] if fenced else [spill]
             self._durable = [*new, *(one for one in self._durable if one.info.sequence in alive)]
         if fenced:
-            self._disown([spill])
+            self._disown([spill], "made by an incarnation that was left")
             raise CheckpointError(f"{self.directory}: incarnation {copy.saved.epoch} was fenced off meanwhile")
 
     # -- reading ---------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ class AgentCame:
     """An agent is connected, and has taken the place of any other."""
 
     name: str
+    digest_every: int
+    """Steps between two `WeightsSeen`; 0: there will be none."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class AgentDoor:
             earlier, self._current = self._current, wire
         if earlier is not None:
             earlier.abort()
-        self._tell(AgentCame(name))
+        self._tell(AgentCame(name, greeting.digest_every))
         why = ""
         try:
             self._talk(wire)

@@ -28,6 +28,7 @@ __all__ = [
     "Message",
     "StateHead",
     "Weights",
+    "bare_name",
     "parse_message",
     "weights_digest",
 ]
@@ -35,6 +36,7 @@ __all__ = [
 AGENT_GREETING: Final = b"lastgood agent 1\n"
 CHUNK_BYTES: Final = 4 << 20
 MAX_LAYOUT_BYTES: Final = 1 << 30
+_WRAPPERS: Final = ("module.", "_orig_mod.")
 _Words = Annotated[str, Field(max_length=4000)]
 _Step = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Number = Annotated[int, Field(ge=1, lt=1 << 62)]
@@ -48,6 +50,8 @@ class Greeting(FrozenModel):
     host: _Words
     process: int = Field(ge=0)
     ranks: int = Field(ge=1)
+    digest_every: int = Field(default=0, ge=0, lt=1 << 62)
+    """Steps between two digests of weights; 0: there will be none."""
 
 
 class Ask(FrozenModel):
@@ -102,6 +106,14 @@ def parse_message(content: Mapping[str, Any], other: str) -> Message:
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     """SHA-256, as hex, over names, dtypes, shapes and contents of a model's parameters, frozen ones too.
 
-    Names are those of `named_parameters()` of the module that DistributedDataParallel wraps.
+    Names are those of `named_parameters()` of the module that DistributedDataParallel wraps, without those of modules
+    that only wrap.
     """
-    return state_digest(parameters)
+    return state_digest({bare_name(name): one for name, one in parameters.items()})
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without those of modules that only wrap."""
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    return name

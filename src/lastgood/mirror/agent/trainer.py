@@ -88,7 +88,8 @@ def mirror_agent(
             ``model`` (else the only module) is the one whose weights are compared.
         node: where the node listens for agents.
         token_file: holds the node's token.
-        digest_every: steps between two digests of the weights, 0 for none. Each costs a copy of them.
+        digest_every: steps between two digests of the weights, 0 for none. Each costs a copy of them. The node compares
+            them with its own, and asks for a state if they differ.
         timeout_s: for each exchange with the node, in the agent's own thread.
 
     Rank 0 of torch.distributed does all of it, the others nothing. Nothing here ever waits for the node, and what fails
@@ -114,7 +115,8 @@ class MirrorAgent:
         rank, self._ranks = world_of_torch()
         self._link: _Link | None = None
         if rank == 0:
-            self._link = _Link(host.strip("[]"), int(port), token, timeout_s, self._ranks)
+            told = digest_every if self._model is not None else 0
+            self._link = _Link(host.strip("[]"), int(port), token, timeout_s, self._ranks, told)
 
     def __enter__(self) -> MirrorAgent:
         return self
@@ -188,10 +190,11 @@ def _check_memory(nbytes: int) -> None:
 class _Link:
     """The connection to the node, in a thread of its own that reaches it again whenever it is lost."""
 
-    def __init__(self, host: str, port: int, token: bytes, timeout_s: float, ranks: int) -> None:
+    def __init__(self, host: str, port: int, token: bytes, timeout_s: float, ranks: int, digest_every: int) -> None:
         self._where = f"the mirror node at {host}:{port}"
         self._host, self._port, self._token, self._timeout_s = host, port, token, timeout_s
         self._ranks = ranks
+        self._digest_every = digest_every
         self._asked: int | None = None
         self._given: queue.SimpleQueue[_State | _Weights | Cannot] = queue.SimpleQueue()
         self._busy = False
@@ -255,7 +258,12 @@ class _Link:
         wire = Wire(connection, self._where, self._timeout_s)
         try:
             prove_trainer(wire, self._token, AGENT_GREETING)
-            greeting = Greeting(host=socket.gethostname()[:255], process=os.getpid(), ranks=self._ranks)
+            greeting = Greeting(
+                host=socket.gethostname()[:255],
+                process=os.getpid(),
+                ranks=self._ranks,
+                digest_every=self._digest_every,
+            )
             wire.send_message(**greeting.model_dump())
             self._wire = wire
             yield wire

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,9 @@ from lastgood.mirror.conversation.places import (
 from lastgood.mirror.extract.extractor import Extracted
 from lastgood.mirror.extract.slots import Filled, Gone
 from lastgood.mirror.job.description import JobDescription
-from lastgood.mirror.node.held import find_held, held_side, next_incarnation, updates_made
+from lastgood.mirror.node.blind import LATE, Blind, other_weights
+from lastgood.mirror.node.digests import WeightDigests
+from lastgood.mirror.node.held import find_held, held_side, holds_something, next_incarnation, updates_made
 from lastgood.mirror.node.late import LateStates
 from lastgood.mirror.node.layout import NodeLayout
 from lastgood.mirror.node.life import Life, Start
@@ -44,27 +45,13 @@ from lastgood.mirror.node.steps import Steps
 from lastgood.mirror.node.twin import Twin
 from lastgood.mirror.node.weights import Broadcast, frozen_of, initial_tensors, weights_of
 
-__all__ = ["Blind", "Follower"]
+__all__ = ["Follower"]
 
 _log = logging.getLogger("lastgood.mirror")
 
 Buffer = npt.NDArray[np.uint8]
-_LATE = "the capture began in the middle of an incarnation of the training"
 _MOST_BUFFERS = 64
 """Steps whose buffers are kept: several may begin in one batch of packets."""
-
-
-@dataclass(frozen=True)
-class Blind:
-    """The node cannot tell states from some step on."""
-
-    since: int | None
-    """The first iteration that it cannot tell; None: it never knew any of this incarnation."""
-    why: str
-
-    def __str__(self) -> str:
-        """For people."""
-        return f"blind since step {'?' if self.since is None else self.since}, because {self.why}"
 
 
 class Follower:
@@ -106,7 +93,10 @@ class Follower:
         self.ended = False
         """The source has ended: what is open does not count as lost."""
         self.counters: Counter[str] = Counter()
-        """steps, incarnations, lost_steps, resyncs, logged."""
+        """steps, incarnations, lost_steps, resyncs, logged, digests_compared, digests_different."""
+        self.digests = WeightDigests(self.counters)
+        self._untrue: int | None = None
+        """From this iteration on nothing that is held may be given back, and it still is."""
 
     def hear(self, events: Iterable[Extracted]) -> list[Buffer]:
         """Follow what was extracted, in order; returns buffers that are read."""
@@ -124,6 +114,10 @@ class Follower:
                 if isinstance(event, Filled) and event.expected.kind in ("gradient", "used"):
                     self._lost(event.expected.step, str(error) or repr(error))
         self._check_life()
+        try:
+            self._check_digests()
+        except LastgoodError as error:  # tried again in the next turn
+            _log.error("mirror node: what it holds cannot be given up: %s", error)
         return read
 
     def _hear(self, event: Extracted) -> None:
@@ -167,7 +161,7 @@ class Follower:
         _log.info("incarnation %d of the training begins", event.number)
         if not event.complete:
             self._initial = None
-            self._go_blind(None, _LATE)
+            self._go_blind(None, LATE)
 
     def _initial_complete(self, initial: Broadcast) -> None:
         """The first broadcasts are over: find what they are the state of."""
@@ -188,7 +182,7 @@ class Follower:
             self._twin.begin(part["scaler"], updates_made(core))
             self._begin_at(number, Start(found.iteration, True, {}))
             return
-        if self._holds_something() and not self._settings.fresh:
+        if holds_something(core) and not self._settings.fresh:
             self._go_blind(
                 None,
                 "the weights that the training began with are those of no step that is held here, so the optimizer's "
@@ -209,10 +203,6 @@ class Follower:
             self._go_blind(start.iteration + 1, why)
             return
         self._catch_up(logged)
-
-    def _holds_something(self) -> bool:
-        status = self._core.status()
-        return bool(status.memory or status.durable or status.promised is not None)
 
     def _start(self, number: int, start: Start) -> None:
         settings = self._settings
@@ -294,7 +284,7 @@ class Follower:
     def _finish_steps(self) -> None:
         while (found := self._steps.next_finished()) is not None:
             step, unused = found
-            absent = self._absent(unused | self._static_absent)
+            absent = self.layout.optimized(unused | self._static_absent)
             if self.blind is not None or self._life is None:
                 self._log.finish(step, absent, len(self.job.optimized))
                 self.counters["logged"] += 1
@@ -302,10 +292,6 @@ class Follower:
                 continue
             self._finish(self._life, self._iteration_of(step), absent)
             self._side_if_there(step + 1)
-
-    def _absent(self, unused: frozenset[int]) -> tuple[int, ...]:
-        found = (self.layout.index_of.get(self.job.trainable[one]) for one in unused)
-        return tuple(sorted(one for one in found if one is not None))
 
     def _finish(self, life: Life, iteration: int, absent: tuple[int, ...], *, saved: bool = True) -> None:
         """All gradients of an iteration are in their slots. `saved`: it is to be given back, with its buffers."""
@@ -318,7 +304,7 @@ class Follower:
         if self.job.buffers:
             self._unsided = iteration
         else:
-            life.side(iteration, self._twin.side(iteration, self._frozen, {}))
+            self._end(life, iteration, {})
 
     def _buffers_came(self, expected: Expect, memory: Buffer) -> None:
         """Of the forward of a step: what the step before left behind."""
@@ -331,15 +317,20 @@ class Follower:
 
     def _side_if_there(self, step: int) -> None:
         """Both must have come: the gradients of the step before, and the buffers that open this one."""
-        held = self._buffers.get(step)
+        held, iteration = self._buffers.get(step), self._iteration_of(step - 1)
         if held is None or not held.complete:
             return
-        iteration = self._iteration_of(step - 1)
         if self._life is not None and self.blind is None and self._unsided == iteration and step > 0:
             self._unsided = None
             for older in [one for one in self._buffers if one < step]:
                 del self._buffers[older]
-            self._life.side(iteration, self._twin.side(iteration, self._frozen, held.tensors))
+            self._end(self._life, iteration, held.tensors)
+
+    def _end(self, life: Life, iteration: int, buffers: Mapping[str, torch.Tensor]) -> None:
+        """All of an iteration has come, and nothing of a later one is told yet: its update is not made before."""
+        life.side(iteration, self._twin.side(iteration, self._frozen, buffers))
+        if self.digests.is_due(iteration) and life.wait_idle(self._settings.wait_s):
+            self.digests.take(iteration, life.weights(iteration, self._frozen))
 
     # -- losses ----------------------------------------------------------------------------------------------------
 
@@ -368,8 +359,8 @@ class Follower:
         self._steps.skip_to(step + 1)
         if self.blind is None:
             self._go_blind(None if self._base is None else self._iteration_of(step), why)
-        elif self.blind.why.startswith(_LATE) and step > 0:
-            self.blind = Blind(None, f"{_LATE}; then: {why}")
+        elif self.blind.why.startswith(LATE) and step > 0:
+            self.blind = Blind(None, f"{LATE}; then: {why}")
 
     def _go_blind(self, since: int | None, why: str) -> None:
         if self.blind is None:
@@ -380,6 +371,18 @@ class Follower:
         life = self._life
         if life is not None and self.blind is None and (fault := life.fault) is not None:
             self._go_blind(self.iteration + 1, fault)
+
+    def _check_digests(self) -> None:
+        """If the trainer has other weights than were made here, nothing that followed them is of use."""
+        wrong = self.digests.difference()
+        if wrong is not None:
+            self.close()
+            self.blind = None
+            self._go_blind(wrong, other_weights(wrong))
+            self._untrue = wrong
+        if self._untrue is not None:
+            self._core.distrust(next_incarnation(self._core), self._untrue)
+            self._untrue = None
 
     # -- a state from elsewhere ------------------------------------------------------------------------------------
 
@@ -426,9 +429,7 @@ class Follower:
 
     def _resync(self, given: GivenState, logged: list[LoggedStep]) -> None:
         core = self._core
-        if self._life is not None:
-            self._life.close()
-            self._life = None
+        self.close()
         number = next_incarnation(core)
         core.fence(core.body.state.job or self._job_id, number)
         self._twin.begin(given.scaler, given.made)
@@ -493,5 +494,6 @@ class Follower:
     def close(self) -> None:
         """This incarnation is over. What the shadow holds stays."""
         life, self._life = self._life, None
+        self.digests.clear()
         if life is not None:
             life.close()

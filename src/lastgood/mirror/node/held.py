@@ -14,13 +14,19 @@ from lastgood.gradients.shadow.restore import read_side, reading_tensors
 from lastgood.gradients.trainer.parameters import PARAMETER
 from lastgood.mirror.node.side import read_side_part
 
-__all__ = ["find_held", "held_side", "next_incarnation", "updates_made"]
+__all__ = ["find_held", "held_side", "holds_something", "next_incarnation", "updates_made"]
 
 
 def next_incarnation(core: ShadowCore) -> int:
     """A number that no incarnation of this job has had yet."""
     status = core.status()
     return max([status.epoch, *(saved.epoch for saved in (*status.memory, *status.durable))]) + 1
+
+
+def holds_something(core: ShadowCore) -> bool:
+    """Whether a step of this job can be given back, or could be once."""
+    status = core.status()
+    return bool(status.memory or status.durable or status.promised is not None)
 
 
 def find_held(core: ShadowCore, incarnation: int, weights: Mapping[int, torch.Tensor]) -> Saved | None:

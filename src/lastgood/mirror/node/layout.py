@@ -73,6 +73,11 @@ class NodeLayout:
         group_of = self.job.spec.group_of()
         return [group_of[index] for index in range(len(self.job.optimized))]
 
+    def optimized(self, trainable: frozenset[int]) -> tuple[int, ...]:
+        """Layout indices of those trainable parameters that an optimizer updates, in order."""
+        found = (self.index_of.get(self.job.trainable[one]) for one in trainable)
+        return tuple(sorted(one for one in found if one is not None))
+
     def parts(self, bucket: tuple[int, ...]) -> list[WirePart]:
         """The gradients of a bucket of the wire; it holds indices into the job's trainable parameters."""
         found, begin = [], 0

@@ -22,6 +22,7 @@ from lastgood.gradients.trainer.rank_record import side_layout
 from lastgood.mirror.node.layout import NodeLayout
 from lastgood.mirror.node.link import Ear, LocalLink, local_link_maker
 from lastgood.mirror.node.receiver import MirrorReceiver
+from lastgood.mirror.node.weights import named_weights
 
 __all__ = ["Life", "Start", "bucket_state"]
 
@@ -139,6 +140,23 @@ class Life:
             indices = self._layout.gradients.buckets[bucket].parameters
             found |= dict(zip(indices, memory.gradients(bucket, iteration), strict=True))
         return [found[index] for index in range(len(found))]
+
+    def weights(self, iteration: int, frozen: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """A copy of the parameters after an iteration, as `named_weights` has them.
+
+        None if the shadow does not stand there. Raises WaitTimeout.
+        """
+        body = self._core.body
+        with body.stopped():
+            if self.fault is not None or body.memory is None or not body.state.held.stands_at(iteration):
+                return None
+            held = {
+                entry.parameter: tensor.clone()
+                for bucket in body.memory.owned
+                for entry, tensor in body.memory.value(bucket).tensors()
+                if entry.key == PARAMETER
+            }
+        return named_weights(self._layout, held, frozen)
 
     def step(self, iteration: int, rule: dict[str, Any] | None, absent: tuple[int, ...], *, saved: bool = True) -> None:
         """All gradients of an iteration are held, and this is its update; `saved`: its side record follows."""

@@ -13,15 +13,15 @@ from lastgood.errors import LastgoodError
 from lastgood.files import make_directory, storage_errors
 from lastgood.gradients.shadow.settings import ShadowSettings
 from lastgood.locks import FileLock
-from lastgood.mirror.agent.door import AgentDoor, NoState, StateArrived
+from lastgood.mirror.agent.door import AgentDoor
 from lastgood.mirror.handover.turn import Stages
 from lastgood.mirror.job.description import JobDescription
+from lastgood.mirror.node.agents import AgentEar
 from lastgood.mirror.node.follower import Follower
 from lastgood.mirror.node.pipeline import Pipeline
 from lastgood.mirror.node.resync import Resync
 from lastgood.mirror.node.service import MirrorService
 from lastgood.mirror.node.settings import NodeSettings
-from lastgood.mirror.node.states import given_state
 from lastgood.mirror.node.status import LOCK_FILE, NodeStatus, Stands, write_status
 from lastgood.tokens import read_token
 from lastgood.wire.gate import open_listener
@@ -73,12 +73,15 @@ class MirrorNode:
         self._pipeline = Pipeline(stages, self.follower, self._each)
         self._stages = stages
         self._resync = resync
-        self.door: AgentDoor | None = None
-        """Where agents of the training come, who give a state if they are asked."""
+        self._agent: AgentEar | None = None
         self._stop = threading.Event()
         self._server = threading.Thread(target=self.service.run, name="mirror-service", daemon=True)
         self._said = 0.0
         self._stood = ""
+
+    def take_agents(self, door: AgentDoor) -> None:
+        """Agents of the training come there, who give a state if they are asked, and digests. Call it before `run`."""
+        self._agent = AgentEar(door, self.follower)
 
     def stop(self) -> None:
         """Make `run` return soon; from another thread or a signal's handler."""
@@ -116,24 +119,10 @@ class MirrorNode:
             given = self._resync.look(self.follower.layout)
             if given is not None:
                 self.follower.give(given)
-        if self.door is not None:
-            self._hear_agent(self.door, blind=stands == "blind")
+        if self._agent is not None:
+            self._agent.turn()
         if now - self._said >= _STATUS_S or stands != self._stood:
             self._say()
-
-    def _hear_agent(self, door: AgentDoor, *, blind: bool) -> None:
-        if blind and self.follower.wants_state and door.connected:
-            door.ask(str(self.follower.blind))
-        while (event := door.poll()) is not None:
-            if isinstance(event, StateArrived):
-                try:
-                    given = given_state(self.follower.layout, event.state, event.step, "the agent's state")
-                except LastgoodError as error:
-                    _log.error("%s", error)
-                else:
-                    self.follower.give(given)
-            elif isinstance(event, NoState):
-                _log.warning("the agent gives no state: %s", event.why)
 
     def _stands(self) -> Stands:
         if self.follower.blind is not None:

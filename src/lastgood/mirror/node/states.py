@@ -9,12 +9,12 @@ from typing import Any
 from lastgood._lazy import torch
 from lastgood.errors import MismatchError
 from lastgood.gradients.trainer.parameters import PARAMETER
+from lastgood.mirror.agent.messages import bare_name
 from lastgood.mirror.node.layout import NodeLayout
 from lastgood.mirror.node.weights import frozen_of, in_memory_order
 
 __all__ = ["GivenState", "given_state"]
 
-_WRAPPERS = ("module.", "_orig_mod.")
 _SMALL = "step"
 
 
@@ -72,19 +72,12 @@ def _module_part(tree: Mapping[str, Any], names: list[str], where: str) -> dict[
     for part in tree.values():
         if not isinstance(part, Mapping):
             continue
-        held = {_bare(str(key)): value for key, value in part.items() if isinstance(value, torch.Tensor)}
+        held = {bare_name(str(key)): value for key, value in part.items() if isinstance(value, torch.Tensor)}
         missing = [name for name in names if name not in held]
         if not missing:
             return held
         best = min(best, missing, key=len)
     raise MismatchError(f"{where}: no part of it holds all parameters of the job; {best[0]} is missing")
-
-
-def _bare(name: str) -> str:
-    """A parameter's name without those of modules that only wrap."""
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
-    return name
 
 
 def _optimizer_part(tree: Mapping[str, Any], count: int, where: str) -> dict[int, Mapping[str, Any]]:

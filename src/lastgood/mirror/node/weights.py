@@ -10,9 +10,9 @@ import numpy.typing as npt
 from lastgood._lazy import torch
 from lastgood.mirror.conversation.places import Expect
 from lastgood.mirror.job.description import JobDescription, TensorInfo
-from lastgood.mirror.node.layout import NodeLayout
+from lastgood.mirror.node.layout import NodeLayout, memory_shape
 
-__all__ = ["Broadcast", "frozen_of", "in_memory_order", "initial_tensors", "weights_of"]
+__all__ = ["Broadcast", "frozen_of", "in_memory_order", "initial_tensors", "named_weights", "weights_of"]
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -64,4 +64,16 @@ def weights_of(layout: NodeLayout, tensors: Mapping[str, torch.Tensor]) -> dict[
         declared = layout.gradients.parameters[index]
         memory = in_memory_order(tensors[info.name], info.order)
         found[index] = memory.view(getattr(torch, info.dtype)).view(declared.shape)
+    return found
+
+
+def named_weights(
+    layout: NodeLayout, weights: Mapping[int, torch.Tensor], frozen: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """All parameters by name, each of its own shape, of what `weights_of` and `frozen_of` give."""
+    found = dict(frozen)
+    for index, parameter in enumerate(layout.job.optimized):
+        info = layout.job.parameters[parameter]
+        places = [info.order.index(dim) for dim in range(len(info.order))]
+        found[info.name] = weights[index].view(memory_shape(info)).permute(places)
     return found
