@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import xml.etree.ElementTree as ET
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conformance.support.suite import suite
 from tests.suggestions.following import follows, hear
+from tests.support.bare import make_environment
 from tests.support.warm import WarmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,36 +155,42 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def suite(site: Path, folder: Path, *words: str) -> tuple[int, str, dict[str, str]]:
-    """The suite's exit status, what it said, and what each failing test said, by its name."""
-    report = folder / "report.xml"
-    asked = ["-p", "no:cacheprovider", "-q", f"--junitxml={report}", f"--basetemp={folder / 'base'}", "-c", os.devnull]
-    # Elsewhere: pytest would load the conftest.py of this checkout's own tests.
-    program = (
-        f"import os, sys; os.chdir({str(folder)!r}); sys.path.insert(0, {str(site)!r}); import pytest; "
-        "sys.exit(pytest.main(sys.argv[1:]))"
-    )
-    process = WarmProcess(
-        ["-c", program, *asked, "--rootdir", folder, "--pyargs", "lastgood.conformance", *words],
-        env={**os.environ, "PYTHONPATH": str(site)},
-    )
-    told, _ = process.communicate(280)
-    assert report.is_file(), told
-    failed = {
-        str(case.get("name")) + str(case.get("classname")): f"{one.get('message')} {one.text}"
-        for case in ET.parse(report).getroot().iter("testcase")
-        for one in case
-        if one.tag in ("failure", "error")
-    }
-    assert process.returncode is not None
-    return process.returncode, told, failed
-
-
 @pytest.mark.slow
 def test_a_small_package_of_another_passes(site: Path, tmp_path: Path) -> None:
     status, told, failed = suite(site, tmp_path, "--checkpointer", "mine", "--kills", "1", "-k", "not 900")
     assert (status, failed) == (0, {}), told
     assert re.search(r"\b[2-9]\d passed", told), told
+
+
+@pytest.mark.slow
+def test_the_pages_package_is_installed_into_a_fresh_environment_and_passes(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", reason="what builds the page's package")
+    project, environment = tmp_path / "project", tmp_path / "environment"
+    project.mkdir()
+    page = (ROOT / "docs" / "adding-a-system.md").read_text()
+    for name, language in (("mine.py", "python"), ("pyproject.toml", "toml")):
+        (text,) = re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        (project / name).write_text(text)
+    python = make_environment(environment, ("cli", "conformance"))
+
+    def call(*words: object, folder: Path = tmp_path) -> str:
+        done = subprocess.run(list(map(str, words)), cwd=folder, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    call(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", tmp_path, project)
+    (wheel,) = tmp_path.glob("mine-1.0-*.whl")
+    call(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    words = ["-q", "-c", os.devnull, "--rootdir", tmp_path, "--basetemp", tmp_path / "base", "-p", "no:cacheprovider"]
+    told = call(
+        python, "-m", "pytest", *words, "--pyargs", "lastgood.conformance", "--checkpointer", "mine", "--kills", "1"
+    )
+    assert re.search(r"\b[2-9]\d passed", told) and "failed" not in told, told
+    planned = call(
+        python.parent / "lastgood", "plan", "fig8", "--config", "systems=none,mine", "--no-probe", folder=ROOT
+    )
+    assert re.search(r"\bmine\b", planned), "it is in no run of figure 8"
 
 
 def test_each_planted_fault_is_found(site: Path, tmp_path: Path) -> None:

@@ -91,6 +91,9 @@ def _show(record: CeilingsRecord) -> None:
         how = f"{best.jobs} jobs, {format_bytes(best.block_bytes)}, {path}"
         spread = f"{format_rate(min(best.bytes_per_s))} to {format_rate(max(best.bytes_per_s))}"
         rows.append((name, format_rate(best.median_bytes_per_s), spread, how))
+    for name, rate in (("write", record.disk.fio_write_bytes_per_s), ("read", record.disk.fio_read_bytes_per_s)):
+        if rate is not None:
+            rows.append((f"disk {name}, by fio", format_rate(rate), "", "the same jobs and blocks, once"))
     flushes = record.disk.fdatasync_s
     spread = f"{format_seconds(min(flushes))} to {format_seconds(max(flushes))}"
     rows.append(("fdatasync of 4 KiB", format_seconds(record.disk.median_fdatasync_s), spread, f"{len(flushes)} times"))
@@ -109,14 +112,14 @@ def _show(record: CeilingsRecord) -> None:
         rows.append((name, format_rate(flow.median_bytes_per_s), spread, how))
     if record.loopback.iperf3_bytes_per_s is not None:
         rows.append(("loopback, by iperf3", format_rate(record.loopback.iperf3_bytes_per_s), "", "TCP, 1 stream"))
-    for name, rate, how in (
+    for name, copied, how in (
         ("device to host", record.device_to_host_pinned_bytes_per_s, "pinned"),
         ("host to device", record.host_to_device_pinned_bytes_per_s, "pinned"),
         ("device to host", record.device_to_host_pageable_bytes_per_s, "pageable"),
         ("host to device", record.host_to_device_pageable_bytes_per_s, "pageable"),
     ):
-        if rate is not None:
-            rows.append((name, format_rate(rate), "", f"{how}, {record.device}"))
+        if copied is not None:
+            rows.append((name, format_rate(copied), "", f"{how}, {record.device}"))
     place = f"{record.where.scratch_filesystem} on {record.where.scratch_device}"
     title = f"Ceilings of {record.machine}, {record.measured_at} ({place})"
     emit_table(title, ("what", "median", "spread", "how"), rows)

@@ -1,10 +1,12 @@
-"""The systems that `--checkpointer` names, for the tests of this folder."""
+"""What `--checkpointer`, `--workload`, `--trace-file` and `--machine` name, for the tests of this folder."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,25 @@ import pytest
 from lastgood.checkpointers.base import Checkpointer
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.conformance.fixtures import answer_s, declared_limit, device, file_size_limit, opened
+from lastgood.conformance.workload_promises import Build
 
 __all__ = ["answer_s", "declared_limit", "device", "file_size_limit", "opened"]
 
 
+_NAMED = {
+    "system_name": "--checkpointer",
+    "workload_name": "--workload",
+    "trace_name": "--trace-file",
+    "machine_name": "--machine",
+}
+"""The option that gives what a test is about, by the fixture that asks for it."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test once for each system."""
-    if "system_name" in metafunc.fixturenames:
-        metafunc.parametrize("system_name", metafunc.config.getoption("--checkpointer"))
+    """Each test once for each system, workload, trace and machine that is named."""
+    for fixture, option in _NAMED.items():
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, metafunc.config.getoption(option))
 
 
 @pytest.fixture
@@ -30,6 +43,29 @@ def system(system_name: str) -> type[Checkpointer]:
     if reason is not None:
         pytest.fail(f"{system_name} cannot be tested here: {reason}")
     return kind
+
+
+@pytest.fixture
+def build(workload_name: str, device: str) -> Build:
+    """Makes the workload that ``MODULE:FUNCTION`` names."""
+    module, _, function = workload_name.partition(":")
+    if not function:
+        pytest.fail(f"--workload {workload_name}: give MODULE:FUNCTION, a function of a seed and a device")
+    make = getattr(importlib.import_module(module), function)
+    return lambda seed: make(seed, device)
+
+
+@pytest.fixture
+def trace_path(trace_name: str) -> Path:
+    """The file that is tested."""
+    return Path(trace_name)
+
+
+@pytest.fixture
+def place(machine_name: str) -> Iterator[Path]:
+    """A fresh folder where the machine keeps its checkpoints."""
+    with tempfile.TemporaryDirectory(prefix="lastgood-conformance-", dir=machine_name) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -52,7 +88,13 @@ def run_program() -> Callable[[list[str], float], tuple[int, str]]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a system there is nothing to test, and that must not look like success."""
+    """Tests of a kind that is not named are left out. With nothing to test at all, that must not look like success."""
     here = Path(__file__).parent
-    if any(item.path.is_relative_to(here) for item in items) and not config.getoption("--checkpointer"):
+    given = {fixture for fixture, option in _NAMED.items() if config.getoption(option)}
+    ours = [item for item in items if item.path.is_relative_to(here)]
+    if ours and not given:
         raise pytest.UsageError("name the system to test: pytest --pyargs lastgood.conformance --checkpointer NAME")
+    absent = _NAMED.keys() - given
+    unasked = [item for item in ours if absent.intersection(getattr(item, "fixturenames", ()))]
+    config.hook.pytest_deselected(items=unasked)
+    items[:] = [item for item in items if item not in unasked]

@@ -6,7 +6,12 @@ import pytest
 
 __all__ = ["pytest_addoption", "pytest_configure"]
 
-pytest.register_assert_rewrite("lastgood.conformance.promises", "lastgood.conformance.fixtures")
+pytest.register_assert_rewrite(
+    *(
+        f"lastgood.conformance.{name}"
+        for name in ("promises", "fixtures", "workload_promises", "trace_promises", "machine_promises")
+    )
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,6 +24,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="Test this checkpointing system, by its name among the entry points of lastgood.checkpointers; may be "
         "given several times.",
+    )
+    group.addoption(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="Test the workload that this function makes of a seed and a device; may be given several times.",
+    )
+    group.addoption(
+        "--trace-file", action="append", default=[], metavar="FILE", help="Test this trace of a cluster's machines."
+    )
+    group.addoption(
+        "--machine",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="Test this machine, with a folder on the disk that will hold its checkpoints.",
     )
     group.addoption(
         "--kills", type=int, default=4, metavar="N", help="How often a training is killed and restored (default: 4)."

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,3 +250,39 @@ def test_device_copies_are_measured_both_ways() -> None:
     assert len(facts) == 4
     assert all(rate > 1e8 for rate in facts.values())
     assert facts["device_to_host_pinned_bytes_per_s"] > facts["device_to_host_pageable_bytes_per_s"]
+
+
+FIO = """#!/bin/sh
+echo 'note: a warning'
+for word in "$@"; do case $word in --filename=*) file=${word#--filename=} ;; esac; done
+[ "$(stat -L -c %s "$file")" = 8388608 ] || exit 1
+case "$*" in *--rw=write*) way=write ;; *) way=read ;; esac
+printf '{"jobs": [{"%s": {"io_bytes": 6000000, "runtime": 20}}, ' $way
+printf '{"%s": {"io_bytes": 2000000, "runtime": 10}}]}' $way
+"""
+"""It looks at the file that it is given, and answers as fio does."""
+
+
+@pytest.mark.parametrize(
+    ("program", "rate"),
+    [(FIO, 8e6 / 0.02), ("#!/bin/sh\nexit 1\n", None), ("#!/bin/sh\necho '{}'\n", None), ("#!/bin/sh\n", None)],
+    ids=["answers", "fails", "says nothing of jobs", "says nothing"],
+)
+def test_fio_is_asked_about_the_same_file(
+    program: str, rate: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bin" / "fio"
+    path.parent.mkdir()
+    path.write_text(program)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    found = measure_disk(tmp_path / "scratch", SMALL)
+    assert (found.fio_write_bytes_per_s, found.fio_read_bytes_per_s) == (rate, rate)
+
+
+def test_fio_agrees_with_us(tmp_path: Path) -> None:
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    found = measure_disk(tmp_path / "scratch", DiskPlan(file_bytes=64 * MIB, repetitions=3))
+    assert found.fio_write_bytes_per_s is not None and found.fio_read_bytes_per_s is not None
+    assert found.write_bytes_per_s / 10 < found.fio_write_bytes_per_s < found.write_bytes_per_s * 10

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from lastgood.errors import StorageError
+from lastgood.experiments.ceilings.fio import fio_bytes_per_s
 from lastgood.experiments.machine.facts import free_bytes
 from lastgood.files import closed_after, open_new, storage_errors, temporary_beside
 from lastgood.models import FrozenModel
@@ -47,11 +48,21 @@ class DiskPlan:
     """A repetition ends after its file's end or this long; so 60 of them take 15 seconds, and their flushes."""
     flushes: int = 50
     flush_budget_s: float = 0.5
+    fio: bool = True
+    """Whether fio, if it is installed, looks at the best combination too."""
 
     @classmethod
     def quick(cls) -> DiskPlan:
         """A short look: about a second, for tests and for `--quick`."""
-        return cls(file_bytes=32 * MIB, jobs=(1, 2), repetitions=2, pass_budget_s=0.1, flushes=10, flush_budget_s=0.2)
+        return cls(
+            file_bytes=32 * MIB,
+            jobs=(1, 2),
+            repetitions=2,
+            pass_budget_s=0.1,
+            flushes=10,
+            flush_budget_s=0.2,
+            fio=False,
+        )
 
 
 class DiskPoint(FrozenModel):
@@ -81,6 +92,9 @@ class DiskCeilings(FrozenModel):
     fdatasync_s: list[float]
     """Seconds of each overwrite of 4 KiB with its fdatasync."""
     median_fdatasync_s: float
+    fio_write_bytes_per_s: float | None = None
+    """What fio says of the best combination, as a check; None if it is not installed."""
+    fio_read_bytes_per_s: float | None = None
 
 
 def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
@@ -103,11 +117,15 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
                     rate = file.one_pass(direction, jobs, block, plan.pass_budget_s)
                     rates.setdefault((direction, jobs, block), []).append(rate)
         flushes = file.time_flushes(plan)
-    points: dict[Direction, list[DiskPoint]] = {"write": [], "read": []}
-    for (direction, jobs, block), values in rates.items():
-        points[direction].append(
-            DiskPoint(jobs=jobs, block_bytes=block, bytes_per_s=values, median_bytes_per_s=statistics.median(values))
-        )
+        points: dict[Direction, list[DiskPoint]] = {"write": [], "read": []}
+        for (direction, jobs, block), values in rates.items():
+            median = statistics.median(values)
+            points[direction].append(
+                DiskPoint(jobs=jobs, block_bytes=block, bytes_per_s=values, median_bytes_per_s=median)
+            )
+        witness = {
+            direction: file.by_fio(direction, found) for direction, found in points.items() if plan.fio and found
+        }
     write_bytes_per_s, write_spread = _best(points["write"])
     read_bytes_per_s, read_spread = _best(points["read"])
     return DiskCeilings(
@@ -121,6 +139,8 @@ def measure_disk(scratch: Path, plan: DiskPlan) -> DiskCeilings:
         read_spread_bytes_per_s=read_spread,
         fdatasync_s=flushes,
         median_fdatasync_s=statistics.median(flushes),
+        fio_write_bytes_per_s=witness.get("write"),
+        fio_read_bytes_per_s=witness.get("read"),
     )
 
 
@@ -240,6 +260,18 @@ class _Filled:
         if direction == "write":
             os.fdatasync(self.descriptor)
         return moved_bytes / (time.perf_counter() - begin)
+
+    def by_fio(self, direction: Direction, points: list[DiskPoint]) -> float | None:
+        """What fio makes of the combination that was the best of `points`."""
+        best = max(points, key=lambda point: point.median_bytes_per_s)
+        return fio_bytes_per_s(
+            self.descriptor,
+            direction,
+            jobs=best.jobs,
+            block_bytes=best.block_bytes,
+            nbytes=self.nbytes,
+            direct=self.direct,
+        )
 
     def time_flushes(self, plan: DiskPlan) -> list[float]:
         """Seconds of each overwrite of one sector with its fdatasync: the least that a commit of a checkpoint costs."""
