@@ -28,9 +28,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lastgood.checkpointers.attach.counting import Counts
 from lastgood.checkpointers.attach.deadline import SLURM, check_deadline
 from lastgood.checkpointers.attach.process_end import Ending
+from lastgood.checkpointers.attach.rollback import RollsBack
 from lastgood.checkpointers.attach.steppers import check_steppers
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
 from lastgood.checkpointers.options import BaseOptions, check_when_to_save, made_options
@@ -40,7 +40,6 @@ from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.steps.by_time import ByTime, by_time
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, Waits, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
-from lastgood.checkpointers.telling import Tells
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint
 from lastgood.files import ReadableBy, make_directory, readers_of, storage_errors
@@ -63,7 +62,7 @@ DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
 
 
-class Checkpointer(Counts, Tells, Waits):
+class Checkpointer(RollsBack, Waits):
     """Takes the state of a running training and can give it back.
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.
@@ -222,7 +221,7 @@ class Checkpointer(Counts, Tells, Waits):
             try:
                 self._resume(attachment.state, resume_step)
             except NoCheckpoint:
-                if resume_step is not None:
+                if resume_step is not None or self._rolls_back:
                     raise
                 refuse_beside(self.directory, self.name, self._world()[1])
                 resumed = False

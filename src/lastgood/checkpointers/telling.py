@@ -54,6 +54,10 @@ class Tells:
         self.on_event(file)
         return file.path
 
+    def _who_is_told(self) -> list[Told]:
+        """The callbacks, in their order."""
+        return [] if self._teller is None else list(self._teller.callbacks)
+
     def _end_telling(self) -> None:
         """Tell what is finished by now, and no more."""
         if self._teller is not None:
@@ -105,7 +109,7 @@ class _Teller:
     def __init__(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
         self._process = os.getpid()
-        self._callbacks: list[Told] = []
+        self.callbacks: list[Told] = []
         self._known: list[CheckpointEvent] = [one for one in owner.events if one.outcome is not Outcome.PENDING]
         self._quiet: set[int] = set()
         """Ids of callbacks whose error was logged."""
@@ -114,7 +118,7 @@ class _Teller:
         self._thread.start()
 
     def add(self, callback: Told) -> None:
-        self._callbacks.append(callback)
+        self.callbacks.append(callback)
 
     def end(self) -> None:
         """Have the thread look once more, and end."""
@@ -142,7 +146,7 @@ class _Teller:
                 self._tell(event)
 
     def _tell(self, event: CheckpointEvent) -> None:
-        for callback in list(self._callbacks):
+        for callback in list(self.callbacks):
             try:
                 callback(event)
             except Exception as error:  # of somebody else; others want to hear as well

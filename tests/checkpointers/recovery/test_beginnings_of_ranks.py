@@ -91,3 +91,11 @@ def test_a_rank_that_attaches_alone_waits_for_nobody(pool, tmp_path):
         first, second = trained(pool, places, "sync", attached=[0])
         assert (first["began"], first["error"]) == (began, None)
         assert second["began"] is None
+
+
+def test_ranks_go_back_together(pool, tmp_path):
+    """In the running processes. The checkpoint of step 3 is judged bad on one rank alone."""
+    for one in pool.run(2, "rolled_back", job=str(tmp_path / "job")):
+        assert one["steps"] == [2, 4]
+        assert one["again"] == one["first"][2:], "as if nothing had been"
+        assert one["restored"] == 4

@@ -288,6 +288,32 @@ def agreed(rank, world, job, steps, resume_from=None, replicated="none", kind="f
     return answer
 
 
+def rolled_back(rank, world, job):
+    """Go back from step 4: to step 2, since rank 1 judges that of step 3 bad; and once more, to the newest."""
+    training = made(rank, world, 0, "fsdp")
+    checkpointer = PCcheck(job, interval_steps=1, chunk_bytes=4096, keep=3)
+    checkpointer.attach(**{name: part for name, part in training.state.items() if name != "rng"})
+    answer = {"first": [], "again": [], "steps": []}
+
+    def go(losses, until):
+        while len(losses) < until:
+            losses.append(training.step())
+            checkpointer.step()
+            checkpointer.drain(WAIT_S)
+
+    go(answer["first"], 3)
+    if rank == 1:
+        checkpointer.verdict(3, False, "as it looks here")
+    answer["first"].append(training.step())  # of step 4, which is not counted
+    answer["steps"].append(checkpointer.rollback())
+    go(answer["again"], 2)
+    training.step()
+    answer["steps"].append(checkpointer.rollback())
+    answer["restored"] = training.plain["step"]
+    checkpointer.close()
+    return answer
+
+
 def two_dimensions(rank, world, job):
     """A mesh of two dimensions: replicated along one, cut along the other, written once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -110,6 +110,10 @@ class Attachment:
         self._accumulates = False
         """Whether the newest update was made of several batches."""
 
+    def parts(self) -> dict[str, Any]:
+        """What the user gave."""
+        return {name: part for name, part in self.state.items() if name not in _OWN_NAMES}
+
     def begin(self) -> None:
         """The state is restored: from here on batches and steps are counted."""
         self._first_batches = self._updated_batches = 0 if self.data is None else self.data.total_batches

@@ -6,9 +6,10 @@ is what the training was given, and a restart replays the epoch's order from the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lastgood._lazy import torch
 from lastgood.checkpointers.attach.data_facts import DataChanged, describe_data, difference, epoch_of, set_epoch
@@ -95,6 +96,10 @@ class CountedLoader(Checked):
         """The place of the last update, as far as it may be another one now."""
         self._made_of: dict[str, Any] | None = None
         self._running: object = None
+        self._rolls_back: Literal["", "again", "skip"] = ""
+        """What a load does to a loop that runs: end it; have it go on from the loaded place; leave it where it is."""
+        self._rewound: object = None
+        """The loop that goes on from the loaded place."""
 
     def __getattr__(self, name: str) -> Any:
         """What the loader has. Only for what is not found here."""
@@ -116,6 +121,11 @@ class CountedLoader(Checked):
 
     def __iter__(self) -> Iterator[Any]:
         """Go on with the epoch of a checkpoint, or begin one."""
+        batches = self._opened()
+        ticket = self._running = object()
+        return self._count(batches, ticket)
+
+    def _opened(self) -> Iterator[Any]:
         if self._resume is not None:
             batches = self._replayed(self._resume)
         else:
@@ -125,11 +135,13 @@ class CountedLoader(Checked):
             self._made_of = None
             batches = iter(self.loader)
         self._begun = True
-        ticket = self._running = object()
-        return self._count(batches, ticket)
+        return batches
 
     def _count(self, batches: Iterator[Any], ticket: object) -> Iterator[Any]:
         while True:
+            if self._rewound is ticket:
+                self._rewound, batches = None, self._opened()
+                self._running = ticket
             ahead = _host_generators() if self._reads_ahead else {}
             try:
                 batch = next(batches)
@@ -144,6 +156,15 @@ class CountedLoader(Checked):
         # Only the data's end gets here; a loop that is left keeps its place.
         if self._running is ticket:
             self._end_epoch()
+
+    @contextlib.contextmanager
+    def rolled_back(self, *, skips: bool) -> Iterator[None]:
+        """What is loaded meanwhile is a place to go back to in the middle of a loop; with `skips` it is not taken."""
+        self._rolls_back = "skip" if skips else "again"
+        try:
+            yield
+        finally:
+            self._rolls_back = ""
 
     def trained(self) -> None:
         """A step was trained on: from here on a new loop is a new epoch, also after a resume."""
@@ -283,6 +304,10 @@ class CountedLoader(Checked):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a place; the next loop begins there. Raises DataError and MismatchError as `check_saved` does."""
         self.check_saved(state, "data")
+        if self._rolls_back == "skip":
+            return
+        if self._rolls_back and self._running is not None:
+            self._rewound = self._running
         state, midway = self._moved(state)
         self._take(state)
         if "loader_epoch" in state:
