@@ -14,7 +14,7 @@ from lastgood.files import ReadableBy
 from lastgood.storage import format as fmt
 from lastgood.storage.global_commit import GlobalCommit, retained_sequences, write_global_commit
 from lastgood.storage.reader import SlotInfo, SlotView
-from lastgood.storage.verdicts import Verdict, VerdictBook
+from lastgood.storage.verdicts import Measured, Verdict, VerdictBook
 
 __all__ = ["Retention", "Slot"]
 
@@ -62,6 +62,8 @@ class Retention(SlotView, ABC):
         """Called after each verdict, with this store; it must return at once, and never raise."""
         self._origin: int | None = None
         """Sequence of the checkpoint that this incarnation began at, until it has got further than any before it."""
+        self.keep_best: tuple[int, str, bool] = (0, "", True)
+        """How many of the best stay beside those, by which metric, and whether less is better."""
 
     @abstractmethod
     def newest_sequence(self) -> int:
@@ -82,7 +84,39 @@ class Retention(SlotView, ABC):
 
     def _kept(self) -> set[int]:
         """Sequences of the checkpoints that stay: the newest good one first of all."""
-        return retained_sequences(self._committed(), self._book.is_bad, self.keep, self._everywhere, self._origin)
+        kept = retained_sequences(self._committed(), self._book.is_bad, self.keep, self._everywhere, self._origin)
+        return kept.union(info.sequence for info in self.best())
+
+    # -- the best --------------------------------------------------------------------------------------------------
+
+    def best(self) -> list[SlotInfo]:
+        """The good checkpoints that stay for their metric, the best first; of two that are equal, the newer one."""
+        most, name, less = self.keep_best
+        metrics = self._book.metrics
+        found = [
+            info
+            for info in self.everywhere()
+            if info.sequence in metrics and metrics[info.sequence].name == name and not self._book.is_bad(info.sequence)
+        ]
+        found.sort(key=lambda info: metrics[info.sequence].value * (1 if less else -1))  # stable: newest first
+        return found[:most]
+
+    def measure(self, sequence: int, measured: Measured) -> None:
+        """Note the metric of a checkpoint, durable or still in progress. Raises StorageError; it holds in memory."""
+        with self._writing_the_book():
+            self._book.metrics = {**self._book.metrics, sequence: measured}
+            whole, best = {info.sequence for info in self.committed()}, {info.sequence for info in self.best()}
+            oldest = min(whole, default=-1)
+            # What lost its place has no use for its metric any more; what is in progress may yet take one.
+            self._book.measure(
+                {
+                    one: found
+                    for one, found in self._book.metrics.items()
+                    if one in best or (one not in whole and one > oldest)
+                }
+            )
+        with self._changed:
+            self._changed.notify_all()
 
     # -- judging ---------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class SlotStore(Retention):
         directory: made if it is not there.
         slots: number of slot files, at least keep + 1. More files of an earlier opening are used up, then removed.
         keep: complete checkpoints that stay, whatever happens; at least 1.
+        keep_best: how many more stay as the best ones, by which metric (`measure`), and whether less of it is better.
         chunk_bytes: unit of writing and of checksums, a multiple of 4096.
         writer_threads: threads that write one checkpoint.
         pool: buffers shared by all checkpoints in flight; by default one of `pool_bytes` is made at the first use.
@@ -83,11 +84,14 @@ class SlotStore(Retention):
         writer_cpus: Sequence[int] = (),
         crc32c_variant: str = "",
         readable_by: ReadableBy = ReadableBy.OWNER,
+        keep_best: tuple[int, str, bool] = (0, "", True),
         taken: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(directory, keep, readable_by)
-        if keep < 1 or slots < keep + 1:
-            raise ConfigError(f"keep must be at least 1 and slots at least keep + 1: slots={slots}, keep={keep}")
+        self.keep_best = keep_best
+        if keep < 1 or slots < keep + keep_best[0] + 1:
+            best = f" + {keep_best[0]} of the best" if keep_best[0] else ""
+            raise ConfigError(f"keep must be at least 1 and slots at least keep{best} + 1: slots={slots}, keep={keep}")
         if chunk_bytes <= 0 or chunk_bytes % fmt.BLOCK:
             raise ConfigError(f"chunk_bytes must be a positive multiple of {fmt.BLOCK}: {chunk_bytes}")
         if writer_threads < 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from lastgood.files import PRIVATE, read_bounded, storage_error, storage_errors,
 from lastgood.storage import format as fmt
 from lastgood.text import is_whole
 
-__all__ = ["VERDICT_FILE", "Restarts", "Verdict", "VerdictBook"]
+__all__ = ["VERDICT_FILE", "Measured", "Restarts", "Verdict", "VerdictBook"]
 
 log = logging.getLogger("lastgood.storage")
 
@@ -46,6 +47,14 @@ class Restarts(NamedTuple):
     incarnations: int
 
 
+class Measured(NamedTuple):
+    """What a checkpoint of `step` is worth: the value of its user's metric of this name."""
+
+    step: int
+    name: str
+    value: float
+
+
 class VerdictBook:
     """The verdicts and restart counts of one directory. Read at once; written atomically by the lock's holder.
 
@@ -59,6 +68,8 @@ class VerdictBook:
         self.verdicts: dict[int, Verdict] = {}
         self.restarts: dict[int, Restarts] = {}
         """By sequence: incarnations that began there, since training last got further than ever before."""
+        self.metrics: dict[int, Measured] = {}
+        """By sequence: of checkpoints that there are, if the best ones are kept."""
         self.reached = -1
         """The highest step that had a checkpoint when a restart was last counted: an incarnation that writes it again,
         coming from an older one, has not got on."""
@@ -85,6 +96,11 @@ class VerdictBook:
             return False
         self._write({**self.verdicts, sequence: Verdict(verdict.step, True)}, self.restarts)
         return True
+
+    def measure(self, metrics: dict[int, Measured]) -> None:
+        """Set what is known of checkpoints' metrics, durably. Raises StorageError; it holds in memory then."""
+        self.metrics = metrics
+        self._write(self.verdicts, self.restarts)
 
     def failed_restarts(self, sequence: int, step: int) -> int:
         """How many incarnations began at this checkpoint, or at another one of its step, and got no further."""
@@ -127,8 +143,14 @@ class VerdictBook:
                 _number(entry, "sequence"): Restarts(_number(entry, "step", -1), _number(entry, "count"))
                 for entry in described["restarts"]
             }
+            metrics = {
+                _number(entry, "sequence"): Measured(
+                    _number(entry, "step"), str(entry["name"]), _finite(entry["value"])
+                )
+                for entry in described.get("metrics", [])
+            }
             reached = _number(described, "reached", -1)
-            self.verdicts, self.restarts, self.reached = verdicts, restarts, reached
+            self.verdicts, self.restarts, self.reached, self.metrics = verdicts, restarts, reached, metrics
         except FileNotFoundError:
             return
         except fmt.OtherVersionError as error:
@@ -158,6 +180,11 @@ class VerdictBook:
             ],
             "reached": self.reached,
         }
+        if self.metrics:  # else as ever
+            described["metrics"] = [
+                {"sequence": sequence, "step": one.step, "name": one.name, "value": one.value}
+                for sequence, one in sorted(_newest(self.metrics).items())
+            ]
         with storage_errors(self.path, "writing"):
             write_atomically(self.path, fmt.seal_json(described), mode=self._mode)
 
@@ -168,6 +195,12 @@ def _number(entry: dict[str, Any], key: str, absent: int | None = None) -> int:
     if not is_whole(number, 0 if absent is None else absent, (1 << 64) - 1):
         raise fmt.RecordError(f"{key} {str(number)[:40]} is no whole number of 64 bits")
     return number
+
+
+def _finite(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise fmt.RecordError(f"{str(value)[:40]} is no finite number")
+    return float(value)
 
 
 def _cut(reason: str) -> str:

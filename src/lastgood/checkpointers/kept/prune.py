@@ -144,12 +144,12 @@ def _plan_slots(plan: PrunePlan, job: OpenedJob, keep: int, threads: int, held: 
     doomed = []
     for rank, statuses in looked.items():
         view = job.views[rank]
-        restarts = view.book().restarts
+        needed = {*view.book().restarts, *view.book().metrics}
         for status in statuses:
             info = status.info
             if info is None:
                 _plan_slot_without(plan, status, held)
-            elif stay is not None and not stay(rank, info) and info.sequence not in restarts:
+            elif stay is not None and not stay(rank, info) and info.sequence not in needed:
                 doomed.append((info.sequence, Doomed(status.path, f"step {info.step}", status.file_bytes)))
     plan.doomed += [one for _, one in sorted(doomed, key=lambda pair: pair[0])]
 

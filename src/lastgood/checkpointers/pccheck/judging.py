@@ -72,7 +72,7 @@ class Judging:
         return known
 
     def _judge(self, store: SlotStore, job: JobOfRanks | None, step: int, ok: bool, reason: str) -> bool:
-        known = self._find(store, step)
+        known = self.find(store, step)
         if known is None:
             return False
         sequence, incarnation = known
@@ -108,7 +108,7 @@ class Judging:
                 complete[0].step,
             )
 
-    def _find(self, store: SlotStore, step: int) -> tuple[int, int] | None:
+    def find(self, store: SlotStore, step: int) -> tuple[int, int] | None:
         """Sequence and incarnation of the newest checkpoint of `step`, durable or in progress."""
         in_flight = self._flights.sequence_of(step)
         found = [] if in_flight is None else [(in_flight, store.incarnation)]
@@ -117,7 +117,7 @@ class Judging:
 
     def _take_back(self, store: SlotStore, job: JobOfRanks | None, judgement: Judgement) -> None:
         """Take back what the loss said of a checkpoint; what anybody else said of it stands."""
-        known = self._find(store, judgement.step)
+        known = self.find(store, judgement.step)
         if known is None:
             return
         sequence, incarnation = known
@@ -138,7 +138,7 @@ class Judging:
         # Whether this one and later ones are good is not known yet.
         good, newer = _newest_good(store, [info for info in store.everywhere() if info.step < judgement.step])
         steps = judgement.step - (0 if good is None else good.step)
-        if newer <= DOUBTED_CHECKPOINTS or steps <= DOUBTED_STEPS or self._find(store, judgement.step) is None:
+        if newer <= DOUBTED_CHECKPOINTS or steps <= DOUBTED_STEPS or self.find(store, judgement.step) is None:
             return False
         _log.warning(
             "%s: the checkpoint of step %d is not judged, though %s: the newest good one is %s, and spikes spoke "

@@ -30,7 +30,7 @@ class PCcheckOptions(BaseOptions):
     later_options: ClassVar[tuple[str, ...]] = (
         "control", "join_timeout_s", "agreement_timeout_s", "resume_from", "resume_buffers", "replicated",
         "remote", "remote_every", "remote_keep", "remote_mbps", "remote_region", "remote_endpoint_url",
-        "remote_profile",
+        "remote_profile", "keep_best", "best_metric", "best_is",
     )  # fmt: skip
 
     max_in_flight: int = Field(default=2, ge=1, le=64)
@@ -43,6 +43,12 @@ class PCcheckOptions(BaseOptions):
     """Host memory for copies on their way to storage; None for the size of one checkpoint."""
     keep: int = Field(default=2, ge=1, le=64)
     """K: complete checkpoints kept; 1 is the paper's setting."""
+    keep_best: int = Field(default=0, ge=0, le=64)
+    """So many stay beside those, the best by the metric that the training gives (`metric`)."""
+    best_metric: str = Field(default="loss", pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")
+    """Its name."""
+    best_is: Literal["min", "max"] = "min"
+    """Whether less of it is better, or more."""
     pressure: Literal["wait", "skip"] = "wait"
     """What a save does when N are in progress: wait for a place, as in the paper, or skip and be counted."""
     medium: Literal["file", "pmem"] = "file"
@@ -161,7 +167,8 @@ class PCcheckOptions(BaseOptions):
     @property
     def slots(self) -> int:
         """Slot files: for each checkpoint in flight and each that is kept; one that is archived, one that is sent."""
-        return self.max_in_flight + self.keep + (self.archive_every is not None) + (self.remote is not None)
+        kept = self.keep + self.keep_best
+        return self.max_in_flight + kept + (self.archive_every is not None) + (self.remote is not None)
 
     def disk_bytes(self, state_bytes: int) -> int:
         """All slots."""

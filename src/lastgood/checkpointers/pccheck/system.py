@@ -26,6 +26,7 @@ from lastgood.checkpointers.pccheck.beside import Beside
 from lastgood.checkpointers.pccheck.flight import Flight, Flights
 from lastgood.checkpointers.pccheck.judging import Judging
 from lastgood.checkpointers.pccheck.options import PCcheckOptions
+from lastgood.checkpointers.pccheck.rating import Rates
 from lastgood.checkpointers.pccheck.room import Room
 from lastgood.checkpointers.rank_directory import rank_directory
 from lastgood.checkpointers.ranks.job import RankedJob
@@ -52,7 +53,7 @@ _STORE_CLOSE_S = 60.0
 """For a disk to let go of what was given up."""
 
 
-class PCcheck(Checkpointer):
+class PCcheck(Rates, Checkpointer):
     """Concurrent, chunked, durable checkpoints in a slot store."""
 
     name: ClassVar[str] = "pccheck"
@@ -160,6 +161,7 @@ class PCcheck(Checkpointer):
             medium=self.options.medium,
             writer_cpus=self.options.writer_cpus,
             readable_by=self.readable_by,
+            keep_best=(self.options.keep_best, self.options.best_metric, self.options.best_is == "min"),
             taken=(0, 0) if reached is None else (reached.highest[0], reached.sequence),
         )
 
@@ -389,6 +391,7 @@ class PCcheck(Checkpointer):
         event.outcome = Outcome.SUPERSEDED if info is None else Outcome.DURABLE
         if info is not None and self._store is not None:
             self._judging.tell_fall_back(self._store)
+            self._tell_unmeasured()
             if self._beside is not None:
                 self._beside.durable(self._store, info, decided)
 
@@ -428,19 +431,6 @@ class PCcheck(Checkpointer):
         if self._store is None:
             raise CheckpointError(f"{self.directory}: not open; call start(state) first")
         return self._store
-
-    # -- judging ---------------------------------------------------------------------------------------------------
-
-    def verdict(self, step: int, ok: bool, reason: str = "") -> bool:
-        """Judge the checkpoint of `step`, durable or still in progress; returns whether there is one.
-
-        `restore` passes a bad one over, and retention never drops the newest good one. A later verdict replaces an
-        earlier one. `reason` is kept on the disk with it. Needs `attach` or `start`. Raises StorageError.
-        """
-        return self._judging.judge(self._opened(), self._job, step, ok, reason)
-
-    def _observe_loss(self, step: int, loss: Any) -> None:
-        self._judging.observe(self._opened(), self._job, step, loss)
 
     # -- restoring -------------------------------------------------------------------------------------------------
 
