@@ -40,6 +40,7 @@ from lastgood.checkpointers.save_health import SaveHealth, SaveStatus
 from lastgood.checkpointers.steps.by_time import ByTime, by_time
 from lastgood.checkpointers.steps.update_hooks import UpdateHooks, Waits, remove_all
 from lastgood.checkpointers.steps.update_steps import UpdateSteps
+from lastgood.checkpointers.telling import Tells
 from lastgood.checkpointers.traits import Traits
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, NoCheckpoint
 from lastgood.files import ReadableBy, make_directory, readers_of, storage_errors
@@ -62,7 +63,7 @@ DEFAULT_TIMEOUT_S = 600.0
 """Every wait in a checkpointer ends after this long at the latest, with an error that names what it waited for."""
 
 
-class Checkpointer(RollsBack, Waits):
+class Checkpointer(Tells, RollsBack, Waits):
     """Takes the state of a running training and can give it back.
 
     A *state* is a mapping of names to objects with ``state_dict``/``load_state_dict``, plain tensors or plain values.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lastgood.checkpointers.attach.counting import Counts
-from lastgood.checkpointers.telling import Tells
+from lastgood.checkpointers.events import CheckpointEvent
 from lastgood.errors import NoCheckpoint
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["RollsBack"]
 
 
-class RollsBack(Counts, Tells):
+class RollsBack(Counts):
     """What a checkpointer has for going back in the running process."""
 
+    directory: Path
     _rolls_back = False
     """Whether `attach` must find something to resume from."""
 
@@ -38,6 +40,14 @@ class RollsBack(Counts, Tells):
     @abstractmethod
     def latest(self) -> int | None:
         """As a checkpointer's."""
+
+    @abstractmethod
+    def on_event(self, callback: Callable[[CheckpointEvent], object]) -> None:
+        """As a checkpointer's."""
+
+    @abstractmethod
+    def _who_is_told(self) -> list[Callable[[CheckpointEvent], object]]:
+        """What `on_event` was given."""
 
     @abstractmethod
     def _optimizers(self) -> list[Any]:
