@@ -13,9 +13,7 @@ from lastgood.sparse.compressors import make_compressor
 from lastgood.sparse.correction import (
     Correction,
     MomentumCorrection,
-    ResidualAge,
     clip_gradient,
-    energy_kept,
     warm_up,
 )
 from lastgood.sparse.engine import Engine
@@ -92,27 +90,6 @@ def test_a_velocity_goes_on_exactly_and_another_is_refused():
     for other in (MomentumCorrection(4, 0.9), MomentumCorrection(3, 0.8), MomentumCorrection(3, 0.9, nesterov=True)):
         with pytest.raises(MismatchError, match="a velocity of"):
             other.load_state_dict(first.state_dict())
-
-
-def test_energy_is_of_all_that_there_was():
-    residual = torch.zeros(4)
-    sparse = make_compressor("topk", 4).compress(torch.tensor([3.0, 4.0, 0.0, 0.0]), residual, 1)
-    assert energy_kept(sparse, residual) == pytest.approx(16 / 25)
-    nothing = make_compressor("topk", 4).compress(torch.zeros(4), torch.zeros(4), 1)
-    assert energy_kept(nothing, torch.zeros(4)) == 1
-
-
-def test_age_is_the_time_of_waiting():
-    # Of 100 equal elements 10 go at each step, the longest waiting first: what is left waited for 0 to 9 more.
-    age, residual = ResidualAge(), torch.zeros(100)
-    assert age.iterations == 0
-    compressor = make_compressor("topk", 100)
-    for _ in range(200):
-        compressor.compress(torch.ones(100), residual, 10)
-        age.observe(torch.ones(100), residual)
-    assert age.iterations == pytest.approx(4.5)
-    age.observe(torch.full((100,), float("inf")), residual)
-    assert age.iterations == pytest.approx(4.5)
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------

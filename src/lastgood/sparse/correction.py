@@ -13,7 +13,7 @@ from lastgood._lazy import torch
 from lastgood.errors import ConfigError, MismatchError
 from lastgood.sparse.blocks import SparseGradient
 
-__all__ = ["Correction", "MomentumCorrection", "ResidualAge", "clip_gradient", "energy_kept", "warm_up"]
+__all__ = ["Correction", "MomentumCorrection", "clip_gradient", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -128,37 +128,3 @@ class MomentumCorrection:
         if given != own:
             raise MismatchError(f"a velocity of (momentum, nesterov, elements) {given}, here they are {own}")
         self.velocity.copy_(velocity)
-
-
-def energy_kept(sparse: SparseGradient, residual: torch.Tensor) -> float:
-    """The share of squares that was sent, of all that there was to send; 1 if there was nothing."""
-    sent = float(sparse.values.double().square().sum())
-    left = float(torch.linalg.vector_norm(residual, dtype=torch.float64) ** 2)
-    return sent / (sent + left) if sent + left > 0 else 1.0
-
-
-class ResidualAge:
-    """How many iterations a part of a gradient waits in the residual, on average over the last ones.
-
-    What waits, divided by what comes in at each iteration, is the mean time of waiting (Little's law), here of
-    magnitudes. Parts that cancel out while they wait make it less. Costs a read of gradient and residual.
-    """
-
-    def __init__(self, *, memory: float = 0.9) -> None:
-        self._memory = memory
-        self._waiting = 0.0
-        self._coming = 0.0
-
-    def observe(self, gradient: torch.Tensor, residual: torch.Tensor) -> None:
-        """Count one iteration: its gradient, and the residual that it left."""
-        coming = float(torch.linalg.vector_norm(gradient.float(), 1, dtype=torch.float64))
-        if not np.isfinite(coming):
-            return
-        waiting = float(torch.linalg.vector_norm(residual, 1, dtype=torch.float64))
-        self._waiting = self._memory * self._waiting + waiting
-        self._coming = self._memory * self._coming + coming
-
-    @property
-    def iterations(self) -> float:
-        """The mean age; 0 before anything came."""
-        return self._waiting / self._coming if self._coming > 0 else 0.0
