@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
+from lastgood.checkpointers.known import BUILT_IN
 from lastgood.checkpointers.registry import checkpointer_class, checkpointer_names
 
 ROOT = Path(lastgood.__file__).parent
@@ -71,30 +72,45 @@ FLOORS = [
 RANKS = {room: rank for rank, line in enumerate(line for floor in FLOORS for line in floor) for room in line.split()}
 
 
-def loaded_after(statement):
-    code = f"import sys; {statement}; print(' '.join(sys.modules))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+WITHOUT_TORCH = [
+    "import lastgood",
+    "import lastgood.cli",
+    "from lastgood import checkpointer_class as load, checkpointer_names; [load(n) for n in checkpointer_names()]",
+    "import lastgood.experiments.plan.load, lastgood.experiments.figures.workflow_plan",
+    "import lastgood.experiments.runs.execute",
+    "import lastgood.cluster.host_check.check, lastgood.cluster.testbed.testbed",
+    "import lastgood.integrations.deepspeed",
+    "import lastgood.gradients.shadow.service, lastgood.gradients.shadow.metrics",
+    "import lastgood.gradients.protocol.client",
+    "import lastgood.storage.objects.opening, lastgood.storage.objects.sweep",
+    "import lastgood.experiments.services.object_store",
+    "import lastgood.checkpointers.remote.tier, lastgood.checkpointers.pccheck.system",
+]
+ONE_AFTER_ANOTHER = """
+import sys
+for statement in sys.argv[1:]:
+    before = set(sys.modules)
+    exec(statement, {})
+    print(*set(sys.modules) - before)
+"""
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import lastgood",
-        "import lastgood.cli",
-        "from lastgood import checkpointer_class as load, checkpointer_names; [load(n) for n in checkpointer_names()]",
-        "import lastgood.experiments.plan.load, lastgood.experiments.figures.workflow_plan",
-        "import lastgood.experiments.runs.execute",
-        "import lastgood.cluster.host_check.check, lastgood.cluster.testbed.testbed",
-        "import lastgood.integrations.deepspeed",
-        "import lastgood.gradients.shadow.service, lastgood.gradients.shadow.metrics",
-        "import lastgood.gradients.protocol.client",
-        "import lastgood.storage.objects.opening, lastgood.storage.objects.sweep",
-        "import lastgood.experiments.services.object_store",
-        "import lastgood.checkpointers.remote.tier, lastgood.checkpointers.pccheck.system",
-    ],
-)
-def test_needs_no_torch(statement):
-    modules = loaded_after(statement)
+@pytest.fixture(scope="module")
+def loaded():
+    """What each statement loads in one process, after those before it."""
+    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, *WITHOUT_TORCH]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+    return dict(zip(WITHOUT_TORCH, map(str.split, lines), strict=True))
+
+
+def test_something_was_loaded(loaded):
+    assert "lastgood" in loaded["import lastgood"]
+    assert "lastgood.cli" in loaded["import lastgood.cli"]
+
+
+@pytest.mark.parametrize("statement", WITHOUT_TORCH)
+def test_needs_no_torch(statement, loaded):
+    modules = set(loaded[statement])
     assert not modules & {"torch", "deepspeed", "transformers", "torchvision", "matplotlib", "pandas"}
     assert not modules & {"boto3", "botocore", "obstore"}
 
@@ -192,6 +208,22 @@ def test_circles_are_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}
     assert circles(graph) == [["a", "b", "c"]]
     assert circles({"a": {"b"}, "b": {"c"}, "d": {"c", "b"}}) == []
+
+
+def test_the_page_of_rooms_names_them_all_and_no_others():
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| \d \| (\w+)/ \| (.*) \|$", page, re.MULTILINE))
+    systems = {target.split(".")[2] for target in BUILT_IN.values()}
+    for house in ROOMY:
+        named = set(re.findall(r"\w+", rows[house].rpartition(": ")[2])) - {"beside", "them"}
+        folders = {path.parent.name for path in (ROOT / house).glob("*/__init__.py")}
+        rooms = {room.partition(".")[2] for room in RANKS if room.startswith(f"{house}.")}
+        assert folders - systems - named == set(), f"docs/architecture.md does not name all rooms of {house}/"
+        assert named - rooms == set(), f"docs/architecture.md names rooms that {house}/ has not"
+
+
+def test_every_place_is_taken():
+    assert sorted(RANKS.keys() - {room_of(module) for module in MODULES if module != "lastgood"} - {"_native"}) == []
 
 
 def test_every_room_has_a_place():
