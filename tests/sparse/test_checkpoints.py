@@ -107,7 +107,7 @@ def test_no_checkpoint_is_torn_by_a_slow_copy(tmp_path, monkeypatch, staleness):
     at_save = {}
 
     def slow(flight):
-        time.sleep(0.3)  # the next updates are due long before
+        time.sleep(1.0)  # the next updates are due long before
         copied(flight)
 
     monkeypatch.setattr(Flight, "_copy", slow)

@@ -46,7 +46,7 @@ def test_the_clocks_of_a_mirror_node_are_read_beside_the_steps(part: str, tmp_pa
     for block in record.result.blocks:
         assert len(block.iteration_s) == 4 and block.last.steps == 5
         assert all(seconds > 0 for seconds in block.step_s.values()), block.step_s
-        assert block.step_s["parse"] < 1 and block.step_s["update"] < 1
+        assert max(block.step_s["parse"], block.step_s["update"]) < 30
 
 
 @pytest.mark.parametrize("part", [pytest.param("lives", marks=ON_A_TESTBED)])

@@ -41,7 +41,7 @@ def test_a_rank_that_dies_is_named_on_all_others(ranks, tmp_path, where, victim)
     survivors = [answer for rank, answer in enumerate(answers) if rank != victim]
     for answer in survivors:
         assert isinstance(answer, dict), ranks.logs(folder)
-        assert answer["seconds"] < TIMEOUT_S + 2
+        assert answer["seconds"] < TIMEOUT_S + 20
         assert answer["older"] == []
         # Rank 0 keeps the process group's store here, so with it all ways to hear of others are gone.
         assert "rank 0" in answer["text"] if victim == 0 else f"rank {victim}" in answer["text"]
@@ -63,7 +63,7 @@ def test_rank_0_is_named_where_the_store_outlives_it(ranks, tmp_path):
         assert isinstance(answer, dict), ranks.logs(folder)
         assert answer["kind"] == "WaitTimeout"
         assert re.search(r"rank 0 \(host \S+, process \d+\) .* while finishing", answer["text"])
-        assert answer["seconds"] < TIMEOUT_S + 2
+        assert answer["seconds"] < TIMEOUT_S + 20
         assert answer["older"] == []
 
 
@@ -82,7 +82,7 @@ def test_an_error_of_a_rank_is_an_error_on_all_at_once(ranks, tmp_path, where, v
     for answer in answers:
         assert answer["kind"] == kind
         assert said in answer["text"]
-        assert answer["seconds"] < 10
+        assert answer["seconds"] < 40
         assert answer["older"] == []
         assert answer["again"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
