@@ -93,6 +93,7 @@ def test_a_configfile_replaces_the_default_and_config_wins(flow: WorkflowFolder)
     assert planned(done.stdout)["dataset"] == 2
 
 
+@pytest.mark.slow  # every day it is a part of CI's lint
 def test_the_workflow_passes_its_linter(flow: WorkflowFolder) -> None:
     done = flow.plan("--lint", configfile=None)
     assert "Congratulations" in done.stdout

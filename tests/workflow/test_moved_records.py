@@ -42,6 +42,7 @@ def test_records_without_their_data_are_made_even_if_another_run_needs_it(moved:
     assert (more["measure"], more["dataset"]) == (2, 2)
 
 
+@pytest.mark.slow  # every day it is how the one below begins
 def test_data_that_is_newer_than_records_makes_none_again(moved: WorkflowFolder) -> None:
     (moved.folder / "data").mkdir()
     for kind in ("squad", "wikitext"):

@@ -309,6 +309,7 @@ def test_what_one_rank_takes_back_the_others_still_hold(make_job):
     assert job.start() == first
 
 
+@pytest.mark.slow  # every day pccheck/test_verdicts has such a training of one rank, and the test above a job's count
 def test_ranks_that_fail_whatever_they_begin_with_end_together(make_job):
     """A step that was reached before and is written anew is no progress, on no rank."""
     job = make_job()

@@ -7,8 +7,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,10 +18,11 @@ from lastgood.checkpointers.export.archive import Archive, archived_files
 from lastgood.checkpointers.export.formats import load_exported
 from lastgood.errors import ConfigError, LastgoodError, LockHeld, WaitTimeout
 from lastgood.state import state_digest
+from tests.checkpointers.support import archive_driver
 from tests.checkpointers.support.archive_driver import state_of
 from tests.checkpointers.support.stored_helpers import open_store, put
+from tests.support.warm import WarmProcess
 
-ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 60
 
 
@@ -231,10 +230,12 @@ def test_its_thread_is_polite_and_ends_when_there_is_nothing_to_do(tmp_path, sto
 def kill_many(tmp_path: Path, kills: int, seed: int) -> None:
     chance = random.Random(seed)
     archive = tmp_path / "archive"
-    command = [sys.executable, "-m", "tests.checkpointers.support.archive_driver", str(tmp_path / "job"), str(archive)]
+    driver = Path(archive_driver.__file__)
     offered = 0
     for _ in range(kills):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as child:
+        with (tmp_path / "log").open("ab") as log:
+            child = WarmProcess([driver, tmp_path / "job", archive], stderr=log)
+        with child.stdout:
             timer = threading.Timer(150, child.kill)
             timer.start()
             first = child.stdout.readline()
@@ -244,7 +245,8 @@ def kill_many(tmp_path: Path, kills: int, seed: int) -> None:
             timer.start()
             rest = child.stdout.read()
             timer.join()
-        offered = max([offered, *map(int, (first + rest).rpartition(b"\n")[0].split())])
+        child.wait()
+        offered = max([offered, *map(int, (first + rest).rpartition("\n")[0].split())])
         for _, step, path in archived_files(archive):
             assert state_digest(load_exported(path)) == state_digest(state_of(step))
         assert max(steps(archive), default=0) >= offered - 1

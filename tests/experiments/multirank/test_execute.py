@@ -43,13 +43,13 @@ def job(tmp_path):
         made.process.wait(60)
 
 
-def losses_of_one_process(spec: RunSpec) -> list[float]:
+def losses_of_one_process(spec: RunSpec, measured: int) -> list[float]:
     """The same training without ranks: each step's gradient is that of both ranks' batches together."""
     workload = build_workload(
         "blob", BlobOptions(megabytes=3), data_dir=Path(), data_path=None, seed=spec.seed, device="cpu"
     )
     losses = []
-    for step in range(spec.warmup_steps + spec.measured_steps):
+    for step in range(spec.warmup_steps + measured):
         loss = (workload.loss(workload.data.batch(2 * step)) + workload.loss(workload.data.batch(2 * step + 1))) / 2
         loss.backward()
         workload.optimizer.step()
@@ -58,13 +58,14 @@ def losses_of_one_process(spec: RunSpec) -> list[float]:
     return losses[spec.warmup_steps :]
 
 
+@pytest.mark.slow  # every day the one below is measured in pairs, and proved as well
 def test_two_ranks_give_one_proved_record(job):
     before = job.kept / "ranks" / "measure" / "rank-00001.log"
     before.parent.mkdir(parents=True)
     before.write_text("of an attempt that failed")
     record = proved(job, spec_of())
     assert not job.kept.exists()
-    assert record.workload.losses == pytest.approx(losses_of_one_process(spec_of()), rel=1e-5)
+    assert record.workload.losses == pytest.approx(losses_of_one_process(spec_of(), 4), rel=1e-5)
     assert record.ranks.launcher == "local" and len(record.ranks.hosts) == 1
     # Both write, on one disk.
     assert record.ranks.bytes_per_disk == 2 * record.workload.state_bytes
@@ -72,11 +73,13 @@ def test_two_ranks_give_one_proved_record(job):
     assert record.clocks.elapsed_s == max(one.elapsed_s for one in record.ranks.ranks)
 
 
-def test_two_ranks_measure_pairs_of_blocks_together(job):
-    plan = {"rounds": 2, "half_width": 0.9, "budget_s": 1.0}
-    code, output = job.finish(spec_of(proof=False, pairs=plan))
-    assert code == 0, output
-    record = RunRecord.load(job.out)
+def test_two_ranks_measure_pairs_of_blocks_together_and_prove_their_state(job):
+    before = job.kept / "ranks" / "measure" / "rank-00001.log"
+    before.parent.mkdir(parents=True)
+    before.write_text("of an attempt that failed")
+    spec = spec_of(pairs={"rounds": 2, "half_width": 0.9, "budget_s": 1.0})
+    record = proved(job, spec)
+    assert not job.kept.exists()
     blocks = record.pairs.blocks
     rounds = blocks[-1].round + 1
     kinds = [list(dict.fromkeys(block.kind for block in blocks if block.round == number)) for number in range(rounds)]
@@ -85,12 +88,15 @@ def test_two_ranks_measure_pairs_of_blocks_together(job):
     # Every rank trained every block; a block of 4 steps at interval 2 has two checkpoints, and all are durable.
     saving = [block for block in blocks if block.kind == "with"]
     assert len(record.workload.losses) == sum(block.steps for block in blocks)
+    # Wherever the first block that counts begins.
+    first, alone = record.workload.losses[: blocks[0].steps], losses_of_one_process(spec, 60)
+    assert any(alone[at : at + len(first)] == pytest.approx(first, rel=1e-5) for at in range(60 - len(first)))
+    assert record.ranks.launcher == "local" and len(record.ranks.hosts) == 1
     assert record.clocks.measured_steps == sum(block.steps for block in saving) == 4 * len(saving)
     assert record.counts.started == record.counts.durable == 2 * len(saving)
     assert all(one.counts == record.counts for one in record.ranks.ranks)
     assert len(record.pairs.write_bursts_bytes_per_s) == rounds
-    assert estimate_pairs(blocks).ratio < 3
-    assert job.left() == []
+    assert estimate_pairs(blocks).ratio > 0
 
 
 @pytest.mark.slow  # every day test_kills has the arithmetic, and goodput a training that is killed and goes on
