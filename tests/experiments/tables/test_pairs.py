@@ -103,8 +103,8 @@ def test_no_row_passes_its_bound_unmarked_and_no_bound_the_line(drawn):
     ]
     for row in rows(*records, make_paired("none", none_step_s=0.1)):
         assert row.bound_iterations_per_s <= row.none_iterations_per_s * (1 + 1e-9)
-        if row.system != "none" and row.durable_iterations_per_s > row.bound_iterations_per_s * (1 + 1e-9):
-            assert row.above_bound
+        assert row.ratio_to_bound == pytest.approx(row.durable_iterations_per_s / row.bound_iterations_per_s)
+        assert row.ratio_to_bound <= 1 + 1e-9 or row.above_bound
 
 
 def test_blocks_that_were_disturbed_make_no_line():

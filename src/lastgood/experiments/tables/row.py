@@ -215,9 +215,16 @@ def _of_pairs(record: RunRecord, pairs: Pairs, panel: Baseline, ceilings: Ceilin
     """
     # A system that takes gradients has no blocks without checkpoints: it is compared with those of the panel.
     estimate = estimate_pairs(record.blocks, none_step_s=panel.iteration_s)
-    if estimate is None:  # a run without checkpoints: all blocks of the panel are its repetitions
+    if estimate is None:  # a run without checkpoints: all blocks of the panel are its repetitions, and it is its bound
         rate = 1 / panel.iteration_s
-        return {"iterations_per_s": rate, "durable_iterations_per_s": rate, "ratio_to_none": 1.0, "slowdown": 1.0}
+        bound = _of_bound(record, ceilings, panel)["bound_iterations_per_s"]
+        return {
+            "iterations_per_s": rate,
+            "durable_iterations_per_s": rate,
+            "ratio_to_none": 1.0,
+            "slowdown": 1.0,
+            "ratio_to_bound": None if bound is None else rate / bound,
+        }
     own_s = 1 / estimate.none_iterations_per_s
     own = replace(panel, iteration_s=own_s, hide_s=record.clocks.hide_s)
     scale = own_s / panel.iteration_s
