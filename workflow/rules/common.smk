@@ -15,8 +15,14 @@ try:
     from lastgood.experiments.figures.progress import Progress
     from lastgood.experiments.figures.registry import figure_kind, figure_names
     from lastgood.experiments.machine.facts import machine_label
-    from lastgood.experiments.figures.workflow_plan import SIMPLE, has_record, left_out, plan_figure, plan_workflow
-    from lastgood.experiments.plan.grid import load_grid
+    from lastgood.experiments.figures.workflow_plan import (
+        SIMPLE,
+        grids_of_records,
+        has_record,
+        left_out,
+        plan_figure,
+        plan_workflow,
+    )
     from lastgood.experiments.plan.load import load_config, parse_config
     from lastgood.experiments.runs.fork_server import ADDRESS, start_fork_server
     from lastgood.locks import FileLock
@@ -220,7 +226,8 @@ def start_progress():
     jobs = [job for job in workflow.dag.needrun_jobs() if job.rule.name == "measure"]
     specs = {str(job.output[0]): PLAN.specs[str(job.output[0])] for job in jobs}
     panels = {panel: PLAN.records[panel] for panel in asked_panels()}
-    progress = Progress(specs, Path(RESULTS), load_grid(Path(workflow.basedir), "fig8"), panels, draw_partial_figure)
+    grids = grids_of_records(Path(workflow.basedir), CONFIG, PLAN, panels)
+    progress = Progress(specs, Path(RESULTS), grids, panels, draw_partial_figure)
     workflow.globals.update(PROGRESS=progress)
     if not SUBMITS:
         progress.start()

@@ -122,15 +122,11 @@ def plan(
 
 
 def _probed(grids: dict[str, Grid], figures: Sequence[str], specs: Sequence[Spec], settings: Config) -> dict[str, Grid]:
-    """`grids`, if nothing else is known of this machine, by a look at it, which is kept beside its records.
-
-    Grids of figures that have no run of a kind that can be looked at stay as they are.
-    """
+    """`grids`, if nothing else is known of this machine, by a look at it, which is kept beside its records."""
     from lastgood.errors import LastgoodError
-    from lastgood.experiments.machine.facts import machine_label
-    from lastgood.experiments.runs.probe import can_be_probed, load_probe, probe_machine, with_probe
+    from lastgood.experiments.runs.probe import load_probe, probe_file, probe_machine, with_probe_of_kind
 
-    path = Path(settings.results_dir, machine_label(), settings.scale, "probe.json")
+    path = probe_file(settings)
 
     def report(text: str) -> None:
         console.print(text, markup=False)
@@ -143,8 +139,4 @@ def _probed(grids: dict[str, Grid], figures: Sequence[str], specs: Sequence[Spec
         return grids
     if found is None:
         return grids
-    looked_at = {figure for figure, spec in zip(figures, specs, strict=True) if can_be_probed(spec)}
-    return {
-        figure: with_probe(grid, found, settings.scale) if figure in looked_at else grid
-        for figure, grid in grids.items()
-    }
+    return with_probe_of_kind(grids, figures, specs, found, settings.scale)

@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import ConfigError
+from lastgood.experiments.config.schema import Config
 from lastgood.experiments.figures.progress import Progress
-from lastgood.experiments.figures.workflow_plan import predict_runs
+from lastgood.experiments.figures.workflow_plan import (
+    grids_of_records,
+    load_prediction_grid,
+    plan_workflow,
+    predict_runs,
+)
 from lastgood.experiments.machine import lock as machine
+from lastgood.experiments.machine.facts import machine_label
 from lastgood.experiments.plan.grid import load_grid
+from lastgood.experiments.plan.load import parse_config
 from lastgood.experiments.records.spec import RunSpec
+from lastgood.experiments.runs.probe import Probe, probe_file
 from lastgood.locks import FileLock
+from lastgood.units import format_seconds
 from tests.experiments.support.records import make_record
 from tests.experiments.support.run_specs import spec_of
 from tests.support.patience import wait_until
@@ -37,7 +47,7 @@ class Workflow:
         self.drawn: list[int] = []
         self.faults: list[Exception] = []
         panels = {("fig8", "vgg16"): list(self.specs)}
-        self.progress = Progress(self.specs, folder, GRID, panels, self.draw, out)
+        self.progress = Progress(self.specs, folder, dict.fromkeys(self.specs, GRID), panels, self.draw, out)
 
     def draw(self, figure: str, model: str) -> None:
         assert (figure, model) == ("fig8", "vgg16")
@@ -102,7 +112,7 @@ def test_a_file_gets_a_line_at_times_and_a_call_without_measurements_none(tmp_pa
     workflow.progress.stop()
     assert out.getvalue().count("\n") == 1  # the next one is due in a minute
     nothing = io.StringIO()
-    idle = Progress({}, tmp_path, GRID, {}, workflow.draw, nothing)
+    idle = Progress({}, tmp_path, {}, {}, workflow.draw, nothing)
     idle.start()
     idle.stop()
     assert nothing.getvalue() == ""
@@ -118,3 +128,77 @@ def test_records_correct_what_the_model_says_of_the_others(tmp_path: Path) -> No
     for run in others:
         assert (run.done, run.source) == (False, "model")
         assert run.seconds == pytest.approx(3 * before[run.record])
+
+
+def configure(folder: Path) -> Config:
+    few = {"models": ["vgg16"], "systems": ["none", "sync"], "intervals": [1, 10], "threads": 1}
+    places = {"results_dir": str(folder / "results"), "scratch": str(folder / "scratch")}
+    return parse_config(ROOT / "config" / "laptop.yaml", {**few, **places})[0]
+
+
+def test_each_record_is_predicted_by_the_grid_of_the_figure_that_was_asked_for_and_shows_it(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    plan = plan_workflow(config)
+    grids = grids_of_records(ROOT, config, plan, [])
+    assert grids.keys() == plan.specs.keys()
+    first: dict[str, str] = {}
+    for (figure, _), records in plan.records.items():
+        for record in records:
+            first.setdefault(record, figure)
+    assert {record: grids[record].title for record in first} == {
+        record: load_prediction_grid(ROOT, figure).title for record, figure in first.items()
+    }
+    assert {"fig8", "fig9", "fig11"} <= set(first.values())
+    panel = next(panel for panel in plan.records if panel[0] == "fig12")
+    asked = grids_of_records(ROOT, config, plan, [panel])
+    shared = [record for record in plan.records[panel] if first[record] == "fig8"]
+    assert shared and all(asked[record] == load_prediction_grid(ROOT, "fig12") for record in plan.records[panel])
+
+
+def test_the_line_of_a_workflow_of_several_figures_adds_what_each_of_them_predicts(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    plan = plan_workflow(config)
+    grids = grids_of_records(ROOT, config, plan, plan.records)
+    progress = Progress(plan.specs, Path(config.results_dir), grids, plan.records, lambda *_: None, Terminal())
+    by_figure: dict[str, list[str]] = {}
+    for record in plan.specs:
+        figure = next(figure for (figure, _), records in plan.records.items() if record in records)
+        by_figure.setdefault(figure, []).append(record)
+    alone_s = sum(
+        run.seconds
+        for figure, records in by_figure.items()
+        for run in predict_runs([plan.specs[one] for one in records], tmp_path, load_prediction_grid(ROOT, figure))
+    )
+    assert progress.line() == f"measured 0 of {len(plan.specs)}, about {format_seconds(alone_s)} left"
+    all_by_fig8 = sum(run.seconds for run in predict_runs(plan.specs.values(), tmp_path, GRID))
+    assert format_seconds(alone_s) != format_seconds(all_by_fig8)
+
+
+def test_the_line_knows_what_a_look_at_the_machine_found(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    plan = plan_workflow(config)
+    spec = next(spec for spec in plan.specs.values() if isinstance(spec, RunSpec) and spec.workload == "vgg16")
+    before = grids_of_records(ROOT, config, plan, plan.records)
+    probe = Probe(
+        machine=machine_label(),
+        scratch=str(config.scratch_folder.absolute()),
+        device=spec.device,
+        threads=spec.threads,
+        options={"vgg16": spec.workload_options},
+        build_s={"vgg16": 1.0},
+        step_s={"vgg16": 77.0},
+        persist_bytes_per_s=1e9,
+        disturbed=False,
+    )
+    path = probe_file(config)
+    path.parent.mkdir(parents=True)
+    path.write_text(probe.model_dump_json())
+    after = grids_of_records(ROOT, config, plan, plan.records)
+    record = next(record for record, one in plan.specs.items() if one == spec)
+    assert after[record].prediction["laptop"].step_s["vgg16"] == 77.0
+    assert before[record].prediction["laptop"].step_s["vgg16"] != 77.0
+    # Runs that are called another machine's are not this one's, and garbage says nothing.
+    elsewhere = config.model_copy(update={"machine": "another"})
+    assert grids_of_records(ROOT, elsewhere, plan, plan.records) == before
+    path.write_bytes(b"\xff{")
+    assert grids_of_records(ROOT, config, plan, plan.records) == before

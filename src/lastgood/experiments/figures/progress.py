@@ -35,7 +35,7 @@ class Progress:
     Args:
         specs: the measurements that this call makes: record file and spec, none of the records there yet.
         results_dir: where the plan's records lie.
-        grid: predicts the time of what has no record.
+        grids: what predicts the time of each of `specs`: the grid of the figure that shows it.
         panels: figure and model, with all record files that its picture is made from.
         draw: draws a panel from the records that are there; raises LastgoodError if it cannot.
         out: where the line goes.
@@ -45,12 +45,13 @@ class Progress:
         self,
         specs: Mapping[str, Spec],
         results_dir: Path,
-        grid: Grid,
+        grids: Mapping[str, Grid],
         panels: Mapping[Panel, Sequence[str]],
         draw: Callable[[str, str], None],
         out: TextIO = sys.stderr,
     ) -> None:
-        self._specs, self._results_dir, self._grid = dict(specs), results_dir, grid
+        self._specs, self._results_dir = dict(specs), results_dir
+        self._grids = [grids[record] for record in specs]
         self._panels, self._draw, self._out = dict(panels), draw, out
         # What is there already is no news.
         self._drawn = {panel: self._share(panel) for panel in panels}
@@ -76,7 +77,7 @@ class Progress:
     def line(self) -> str:
         """``measured 12 of 64, about 9 min left``; what is left is predicted by what is done."""
         done = [record for record in self._specs if Path(record).exists()]
-        runs = predict_runs(self._specs.values(), self._results_dir, self._grid)
+        runs = predict_runs(self._specs.values(), self._results_dir, self._grids)
         left_s = sum(run.seconds for run in runs if not run.done)
         done_s = sum(run.seconds for run in runs if run.done)
         if done_s > 0:  # between two runs time passes as well

@@ -24,6 +24,7 @@ __all__ = [
     "PlannedRun",
     "Target",
     "WorkflowPlan",
+    "grids_of_records",
     "has_record",
     "left_out",
     "load_prediction_grid",
@@ -229,6 +230,26 @@ def workflow_seconds(runs: Sequence[PlannedRun], panels_of_runs: Sequence[Sequen
 def load_prediction_grid(root: Path, figure: str) -> Grid:
     """The grid that predicts `figure`: the smoke test is a cell of figure 8's kind."""
     return load_grid(root, "fig8" if figure == SIMPLE else figure)
+
+
+def grids_of_records(root: Path, config: Config, plan: WorkflowPlan, asked: Iterable[Panel]) -> dict[str, Grid]:
+    """What predicts each record of `plan`: the grid of the first figure that shows it, of those in `asked` if one does.
+
+    By the look at this machine that `lastgood plan` has kept, if there is one.
+    """
+    from lastgood.experiments.runs.probe import kept_probe, with_probe_of_kind
+
+    asked = set(asked)
+    figures: dict[str, str] = {}
+    for panel in sorted(plan.records, key=lambda panel: panel not in asked):  # the plan's order else
+        for record in plan.records[panel]:
+            figures.setdefault(record, panel[0])
+    grids = {figure: load_prediction_grid(root, figure) for figure in dict.fromkeys(figures.values())}
+    specs = [plan.specs[record] for record in figures]
+    found = kept_probe(config, specs)
+    if found is not None:
+        grids = with_probe_of_kind(grids, figures.values(), specs, found, config.scale)
+    return {record: grids[figure] for record, figure in figures.items()}
 
 
 def _records_of_cell(spec: Spec, folder: Path) -> list[Record[Any]]:

@@ -9,12 +9,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
+
+from pydantic import Field
 
 from lastgood.errors import LastgoodError
 from lastgood.experiments.ceilings.disk import disk_bursts
+from lastgood.experiments.config.schema import Config
 from lastgood.experiments.machine.disturbance import disturbance_between, look
 from lastgood.experiments.machine.facts import machine_label, usable_cores
 from lastgood.experiments.machine.lock import machine_lock
@@ -28,7 +31,16 @@ from lastgood.text import parse_json, parse_model, read_bytes
 from lastgood.units import MIB
 from lastgood.workloads.registry import workload_data_kind, workload_module
 
-__all__ = ["Probe", "can_be_probed", "load_probe", "probe_machine", "with_probe"]
+__all__ = [
+    "Probe",
+    "can_be_probed",
+    "kept_probe",
+    "load_probe",
+    "probe_file",
+    "probe_machine",
+    "with_probe",
+    "with_probe_of_kind",
+]
 
 Report = Callable[[str], None]
 
@@ -42,6 +54,10 @@ _STEPS = 3
 _BURSTS = 5
 
 
+_Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""Of building a workload, and of a step."""
+
+
 class Probe(FrozenModel):
     """What was found, by workload: its options, and seconds of building it and of a step."""
 
@@ -52,9 +68,9 @@ class Probe(FrozenModel):
     device: str
     threads: int
     options: dict[str, dict[str, Any]]
-    build_s: dict[str, float]
-    step_s: dict[str, float]
-    persist_bytes_per_s: float
+    build_s: dict[str, _Seconds] = Field(min_length=1)
+    step_s: dict[str, _Seconds] = Field(min_length=1)
+    persist_bytes_per_s: float = Field(ge=1, le=1e15)
     disturbed: bool
     """Whether others had much of the machine meanwhile: then it says little of other times."""
 
@@ -68,11 +84,23 @@ class Probe(FrozenModel):
         )
 
 
+def probe_file(config: Config) -> Path:
+    """Where a look at this machine is kept, beside its records."""
+    return Path(config.results_dir, machine_label(), config.scale, "probe.json")
+
+
+def kept_probe(config: Config, specs: Iterable[Spec]) -> Probe | None:
+    """What `load_probe` finds there; None as well if the runs are called another machine's."""
+    return None if config.machine is not None else load_probe(probe_file(config), specs, config.scratch_folder)
+
+
 def load_probe(path: Path, specs: Iterable[Spec], scratch: Path) -> Probe | None:
     """The probe that was kept in a file.
 
     None if there is none that can be read, or if it is of another machine or disk, or of other workloads.
     """
+    if not path.is_file():
+        return None  # nor is a pipe waited for
     try:
         found = parse_model(Probe, read_bytes(path, MIB), str(path), most_bytes=MIB)
     except (LastgoodError, OSError):
@@ -138,6 +166,17 @@ def with_probe(grid: Grid, probe: Probe, scale: Scale) -> Grid:
         }
     )
     return grid.model_copy(update={"prediction": {**grid.prediction, scale: changed}})
+
+
+def with_probe_of_kind(
+    grids: Mapping[str, Grid], figures: Iterable[str], specs: Iterable[Spec], probe: Probe, scale: Scale
+) -> dict[str, Grid]:
+    """`with_probe` of each figure's grid; `figures` are those of `specs`.
+
+    Grids of figures that have no run of a kind that can be looked at stay as they are.
+    """
+    looked_at = {figure for figure, spec in zip(figures, specs, strict=True) if can_be_probed(spec)}
+    return {figure: with_probe(grid, probe, scale) if figure in looked_at else grid for figure, grid in grids.items()}
 
 
 _BESIDE_BUILDING_S = 2.0
