@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import psutil
@@ -276,6 +277,46 @@ def test_a_long_folder_for_temporary_files_and_a_full_one(tmp_path, monkeypatch)
     said = []
     assert start_fork_server(said.append) is None
     assert "each imports torch for itself: [Errno 28] No space left" in said[0]
+
+
+@pytest.mark.parametrize("what", ["bind", "Popen"])
+def test_no_room_for_a_socket_or_a_process_leaves_no_folder(what, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if what == "bind":
+        monkeypatch.setattr(fork_server.socket.socket, "bind", full)
+    else:
+        monkeypatch.setattr(fork_server.subprocess, "Popen", full)
+    said = []
+    assert start_fork_server(said.append) is None
+    assert len(said) == 1 and "temporarily unavailable" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_cannot_fork_says_so_and_stays(tmp_path, monkeypatch):
+    """As at a limit of processes: whoever asked does the run itself."""
+    monkeypatch.setattr(fork_server, "_import", lambda workload: None)
+
+    def none_left():
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(fork_server.os, "fork", none_left)
+    lifeline, ours = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "forks"))
+        listener.listen()
+        serving = threading.Thread(target=fork_server._Server(listener, lifeline).serve, daemon=True)
+        serving.start()
+        try:
+            for _ in range(2):
+                assert run_in_fork(str(tmp_path / "forks"), "vgg16", ["run"]) is None
+        finally:
+            os.close(ours)
+            serving.join(60)
+            os.close(lifeline)
+        assert not serving.is_alive()
 
 
 def test_strangers_are_not_served_and_do_not_end_it(server):

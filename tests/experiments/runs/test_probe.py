@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -17,6 +21,7 @@ from lastgood.experiments.plan.grid import load_grid
 from lastgood.experiments.runs import probe as probe_module
 from lastgood.experiments.runs.probe import Probe, load_probe, with_probe
 from lastgood.locks import FileLock
+from tests.experiments.support import staged_probe
 from tests.experiments.support.run_specs import spec_of
 from tests.experiments.support.warm_runs import WarmRun
 from tests.suggestions.following import advice, follows, hear
@@ -114,11 +119,20 @@ def test_other_options_of_a_workload_are_another_probe(tmp_path: Path) -> None:
     assert load_probe(path, [spec], tmp_path) is None
 
 
-@pytest.mark.parametrize("there", ["a folder", "a link to nowhere", "half of it", "of before"])
+@pytest.mark.parametrize(
+    "there",
+    ["a folder", "a link to nowhere", "a pipe", "a device", "no text", "too much", "half of it", "of before"],
+)
 def test_a_file_that_is_no_probe_counts_as_none(tmp_path: Path, there: str) -> None:
     path, text = tmp_path / "probe.json", probe_of(tmp_path).model_dump_json()
     if there == "a folder":
         path.mkdir()
+    elif there == "a pipe":
+        os.mkfifo(path)  # which nobody writes to
+    elif there == "a device":
+        path.symlink_to("/dev/zero")
+    elif there in ("no text", "too much"):
+        path.write_bytes(b"\xff\0{" if there == "no text" else text.encode() + b" " * (1 << 20))
     elif there == "a link to nowhere":
         path.symlink_to(tmp_path / "nowhere" / "probe.json")
     else:
@@ -126,6 +140,122 @@ def test_a_file_that_is_no_probe_counts_as_none(tmp_path: Path, there: str) -> N
         kept.pop("machine", None)
         path.write_text(json.dumps(kept) if kept else text[: len(text) // 2])
     assert load_probe(path, [], tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step_s": {}},
+        {"build_s": {}},
+        {"step_s": {"vgg16": 0.0}},
+        {"step_s": {"vgg16": -1.0}},
+        {"step_s": {"vgg16": float("nan")}},
+        {"step_s": {"vgg16": 1e300}},
+        {"build_s": {"vgg16": float("inf")}},
+        {"persist_bytes_per_s": 0.0},
+        {"persist_bytes_per_s": float("nan")},
+        {"step_s": [["vgg16", 1.0]]},
+        {"options": None},
+        {"disturbed": None},
+    ],
+)
+def test_numbers_that_no_machine_has_count_as_none(tmp_path: Path, values: dict[str, Any]) -> None:
+    """A plan would divide by them, or have no median."""
+    path, found = tmp_path / "probe.json", probe_of(tmp_path)
+    kept = {**found.model_dump(mode="json"), **values}
+    path.write_text(json.dumps(kept))
+    assert load_probe(path, [], tmp_path) is None
+    path.write_text(found.model_dump_json())
+    assert load_probe(path, [], tmp_path) == found
+
+
+class StagedPlan:
+    """`lastgood plan` whose look at the machine stands still in its middle, in a session of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kept = folder / "results" / machine_label() / "laptop" / "probe.json"
+
+    def start(self) -> subprocess.Popen[str]:
+        places = [
+            f"results_dir={self.folder}/results",
+            f"data_dir={self.folder}/data",
+            f"scratch={self.folder}/scratch",
+        ]
+        words = ["plan", "fig8", "--configfile", str(ROOT / "config" / "laptop.yaml"), "--json", "--config", *places]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.experiments.support.staged_probe", *words, "models=vgg16", SMALL],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, staged_probe.FOLDER: str(self.folder)},
+            start_new_session=True,
+        )
+
+    def looking(self, plan: subprocess.Popen[str]) -> psutil.Process:
+        """The process that looks, when it is in the middle."""
+        begun = self.folder / staged_probe.BEGUN
+
+        def there() -> bool:
+            assert plan.poll() is None, plan.communicate()
+            return begun.exists()
+
+        wait_until(there, "the middle of the look", 120)
+        found = psutil.Process(int(begun.read_text()))
+        begun.unlink()
+        return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_plan_that_is_ended_in_the_middle_of_its_look_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
+    """The look ends with it, nothing of it is kept, and the next plan looks anew."""
+    staged = StagedPlan(tmp_path)
+    plan = staged.start()
+    try:
+        looking = staged.looking(plan)
+        if how == signal.SIGINT:
+            os.killpg(plan.pid, how)  # as a terminal does
+        else:
+            plan.send_signal(how)
+        said, errors = plan.communicate(timeout=60)
+        assert plan.returncode in (-how, 130), errors
+        assert said == "" and "Traceback" not in errors
+        looking.wait(60)
+    finally:
+        plan.kill()
+        plan.communicate(timeout=60)
+    assert not staged.kept.exists() and not list(tmp_path.glob("results/**/*.*"))
+    with FileLock(tmp_path / staged_probe.TURN, "the test's turn"):
+        pass  # nobody holds the machine
+    (tmp_path / staged_probe.GOES_ON).touch()
+    again = staged.start()
+    _, errors = again.communicate(timeout=120)
+    assert again.returncode == 0 and "probing this machine with vgg16" in errors, errors
+    assert Probe.model_validate_json(staged.kept.read_bytes()).step_s == {"vgg16": 0.5}
+    assert [path.name for path in staged.kept.parent.iterdir()] == ["probe.json"]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("killed", "it ended with exit code -9"), ("full", "No space left on device")]
+)
+def test_a_look_that_fails_leaves_a_plan_without_it(tmp_path: Path, what: str, reason: str) -> None:
+    """As by a killer that looks for memory, or on a full disk."""
+    staged = StagedPlan(tmp_path)
+    if what == "full":
+        (tmp_path / staged_probe.FULL).touch()
+    plan = staged.start()
+    try:
+        if what == "killed":
+            staged.looking(plan).kill()
+        said, errors = plan.communicate(timeout=60)
+    finally:
+        plan.kill()
+        plan.communicate(timeout=60)
+    assert plan.returncode == 0, errors
+    assert "no probe of this machine: " in errors and reason in " ".join(errors.split()), errors
+    assert "Traceback" not in errors
+    assert json.loads(said)["minutes_left"] > 0 and not staged.kept.exists()
 
 
 def found_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, probe: Probe) -> list[str]:
