@@ -19,6 +19,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
+from lastgood.experiments.machine.lock import machine_lock
 from lastgood.experiments.records.run import RunRecord
 from tests.experiments.support.records import make_ceilings
 from tests.workflow.support.workflow_folder import WorkflowFolder
@@ -118,6 +119,34 @@ def test_the_next_call_makes_the_missing_run_only(flow: WorkflowFolder) -> None:
         assert record.relative_to(flow.folder / "results").as_posix() == str(found.spec.record_path())
         assert found.proof is None if found.spec.system == "none" else found.proof is not None and found.proof.equal
         assert log_of(flow, record).read_text(encoding="utf-8").startswith("lastgood run --spec ")
+
+
+@pytest.mark.slow  # every day test_dry's second workflow finds the lock of a first one
+def test_of_two_workflows_that_begin_together_one_goes_on_undisturbed(flow: WorkflowFolder) -> None:
+    """Neither is through before the other has its turn, since the test holds the machine."""
+    record = flow.records()[0]
+    spec, times = RunRecord.load(record).spec, record.stat()
+    record.unlink()
+    target, names = str(record.relative_to(flow.folder)), ("one.log", "two.log")
+    turn = machine_lock()
+    turn.acquire(240)
+    try:
+        both = {name: flow.start(target, log_name=name) for name in names}
+        wait_for("end of one", lambda: any(one.poll() is not None for one in both.values()))
+        (ended,) = [name for name, one in both.items() if one.poll() is not None]
+        (other,) = set(names) - {ended}
+        said = flow.log(ended)
+        assert both[ended].returncode == 1, said
+        assert f"this folder's workflow is held by process {both[other].pid}" in said
+        assert len([line for line in said.splitlines() if "snakemake -d FOLDER" in line]) == 1
+        assert "Traceback" not in said
+        wait_for("run of the other", lambda: running_run(flow, both[other].pid))
+    finally:
+        turn.release()
+    assert both[other].wait(timeout=300) == 0, flow.log(other)
+    assert RunRecord.load(record).spec == spec
+    assert "is held by" not in flow.log(other)
+    os.utime(record, ns=(times.st_atime_ns, times.st_mtime_ns))  # for the tests below nothing has happened
 
 
 def test_a_repeated_call_does_nothing(flow: WorkflowFolder) -> None:

@@ -66,9 +66,9 @@ class WorkflowFolder:
         output, _ = planning.communicate(timeout=400)
         return subprocess.CompletedProcess(given, planning.wait(), output)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, log_name: str = "snakemake.log") -> subprocess.Popen[str]:
         """Start in a session of its own, as a terminal would."""
-        log = (self.folder / "snakemake.log").open("w", encoding="utf-8")
+        log = (self.folder / log_name).open("w", encoding="utf-8")
         with log:
             started = subprocess.Popen(
                 self.command(*arguments), stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -82,8 +82,8 @@ class WorkflowFolder:
             started.kill()
             started.wait()
 
-    def log(self) -> str:
-        return (self.folder / "snakemake.log").read_text(encoding="utf-8")
+    def log(self, name: str = "snakemake.log") -> str:
+        return (self.folder / name).read_text(encoding="utf-8")
 
     def records(self) -> list[Path]:
         return sorted(self.folder.glob("results/testbox/laptop/*/*/*/*/r*.json"))
