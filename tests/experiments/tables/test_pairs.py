@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from lastgood.experiments.tables.runs import collect
 from tests.experiments.support.paired_records import make_paired
 from tests.experiments.support.records import make_ceilings, make_record
 
+ROOT = Path(__file__).resolve().parents[3]
 CEILINGS = make_ceilings(write_bytes_per_s=1e8, copy_bytes_per_s=1e10)
 
 
@@ -105,6 +109,18 @@ def test_no_row_passes_its_bound_unmarked_and_no_bound_the_line(drawn):
         assert row.bound_iterations_per_s <= row.none_iterations_per_s * (1 + 1e-9)
         assert row.ratio_to_bound == pytest.approx(row.durable_iterations_per_s / row.bound_iterations_per_s)
         assert row.ratio_to_bound <= 1 + 1e-9 or row.above_bound
+
+
+def test_no_kept_row_of_pairs_passes_its_bound_unmarked():
+    checked = 0
+    for path in sorted((ROOT / "figures" / "measured").glob("*/fig*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            found = [row for row in csv.DictReader(file) if "above_bound" in row and row["ratio_to_bound"]]
+        for row in found:
+            checked += 1
+            unmarked = float(row["ratio_to_bound"]) > 1 + 1e-9 and not row["above_bound"]
+            assert not unmarked, (path, row["system"], row["interval_steps"])
+    assert checked > 90
 
 
 def test_blocks_that_were_disturbed_make_no_line():
