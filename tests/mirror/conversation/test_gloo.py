@@ -441,5 +441,5 @@ def test_memory_does_not_follow_what_heads_say() -> None:
         conversation.place(flow, 1_000_000 + number)
     assert isinstance(conversation, GlooConversation)
     (inner,) = conversation._lives
-    assert len(inner._tags) < 30_000
+    assert len(inner._seen.tags) < 30_000
     assert len(conversation.take()) < 100

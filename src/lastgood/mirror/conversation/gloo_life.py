@@ -8,33 +8,26 @@ the step.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Final, Literal
+from typing import Final
 
-from lastgood.mirror.conversation.expected import Buckets, CollectiveSequence, Item, shapes_difference
+from lastgood.mirror.conversation.contents import content_fault
+from lastgood.mirror.conversation.expected import Buckets, CollectiveSequence, Item
 from lastgood.mirror.conversation.gloo_flow import UNKNOWN, GlooFlow
 from lastgood.mirror.conversation.gloo_late import LateStart
+from lastgood.mirror.conversation.gloo_seen import MOST_LOST, GlooSeen, kind_of_loss
 from lastgood.mirror.conversation.gloo_tags import (
     OPERATIONS,
-    Lookalikes,
     Tag,
     reduction_fits,
-    sent_messages,
     size_fits,
 )
 from lastgood.mirror.conversation.places import (
     CONTENT_KINDS,
     IGNORED,
     Answer,
-    Closed,
-    Contradiction,
     Event,
-    Expect,
     Learned,
-    LostStep,
-    Place,
-    StepOpen,
 )
 from lastgood.mirror.conversation.places import Buckets as BucketsEvent
 from lastgood.mirror.conversation.ranks import RankFinder
@@ -50,10 +43,6 @@ _AHEAD: Final = 4
 """A tag that was not seen while one so far ahead was is missing; threads begin them in order."""
 _AHEAD_IF_SEEN: Final = 64
 _MOST_MISSING: Final = 1 << 16
-_MOST_CONTRADICTIONS: Final = 8
-_MOST_LOST: Final = 4096
-_KEPT: Final = 1 << 14
-"""Collectives that are known after they were closed."""
 _YOUNG: Final = 64
 """Connections that are made at their first use come before so many collectives."""
 
@@ -72,22 +61,12 @@ class GlooLife:
     ) -> None:
         self._job = job
         self._emit = emit
-        self._serials = serials
         self._begun = begun
-        self.ranks = ranks
         self._sequence = CollectiveSequence(job, known)
-        self.flows: dict[int, GlooFlow] = {}
-        self._tags: dict[int, Tag] = {}
+        self._seen = GlooSeen(job, emit, serials, ranks)
         self._next = 0
-        self._highest = -1
-        self._open: dict[int, None] = {}
-        """Tags that are not closed."""
-        self._closed: deque[int] = deque()
-        self._by_serial: dict[int, int] = {}
         self.dead: str | None = None
         self._ended = False
-        self.started = False
-        """Whether it is the training's: its steps are told."""
         self._known = known
         self._late: bool | None = None
         self._late_start: LateStart | None = None
@@ -98,17 +77,29 @@ class GlooLife:
         self._unsure = False
         self._crossed = False
         self._clean = False
-        self._lost: set[tuple[int, str]] = set()
         self._step_open = -1
         self._buckets: tuple[int, Buckets] | None = None
         self._resynced = False
         self._last_gradients: Item | None = None
         """If nothing of the training came since: a stranger of its size may have been taken for it."""
-        self._lookalikes = Lookalikes(job.ranks)
-        self._contradictions = 0
         self._missed = -2
         self._run = 0
         """How many tags in a row are missing, up to `_missed`."""
+
+    @property
+    def started(self) -> bool:
+        """Whether it is the training's: its steps are told."""
+        return self._seen.tells_losses
+
+    @property
+    def ranks(self) -> RankFinder:
+        """Which ranks the addresses are."""
+        return self._seen.ranks
+
+    @property
+    def flows(self) -> dict[int, GlooFlow]:
+        """Its connections, one for each direction, by index."""
+        return self._seen.flows
 
     # -- flows -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +107,7 @@ class GlooLife:
         """Whether a new connection between these two may be one of this group."""
         pair = {flow.source, flow.destination}
         mine = ({one.flow.source, one.flow.destination} for one in self.flows.values())
-        return self.dead is None and self._highest < _YOUNG and pair not in mine
+        return self.dead is None and self._seen.highest < _YOUNG and pair not in mine
 
     def opened(self, flow: Flow) -> None:
         """A flow of this group."""
@@ -134,8 +125,8 @@ class GlooLife:
         """Messages are missing in it."""
         self.flows[flow].resync_pending = True
         self._resynced = True
-        for item in self._lookalikes.take():
-            self._lose_to_stranger(item)
+        for item in self._seen.lookalikes.take():
+            self._seen.lose_to_stranger(item)
 
     def taken(self) -> None:
         """What was parsed together with heads so far was said."""
@@ -152,13 +143,12 @@ class GlooLife:
             return
         here = self.flows[flow]
         here.saw(tag, message)
-        self._highest = max(self._highest, tag)
-        known = self._tags.get(tag)
+        self._seen.highest = max(self._seen.highest, tag)
+        known = self._seen.tags.get(tag)
         if known is None:
             if tag < self._next:
                 return
-            known = self._tags[tag] = Tag(OPERATIONS.get(prefix))
-            self._open[tag] = None
+            known = self._seen.begin(tag, prefix)
         if known.op != OPERATIONS.get(prefix):
             self._die(f"tag {tag} is of two operations: this is no process group of torch, or two in one connection")
             return
@@ -179,42 +169,18 @@ class GlooLife:
 
     def place(self, flow: int, message: int) -> Answer:
         """Where a message's payload belongs."""
-        here = self.flows[flow]
-        said = here.said(message)
-        if said is None or self.dead is not None:
-            return IGNORED
-        known = self._tags.get(said.tag)
-        if known is None or known.state in ("stranger", "lost"):
-            return IGNORED
-        item = known.item
-        if item is None:
-            return None
-        if item.kind == "other" or said.ordinal == UNKNOWN or (item.step, _what(item)) in self._lost:
-            return IGNORED
-        if item.op == "broadcast":
-            return Place(known.collective, 0, said.nbytes, True)
-        rank = self.ranks.rank(here.flow.source)
-        if item.op == "allgather":
-            return None if rank is None else self._gathered(known.collective, rank, said.ordinal)
-        if rank is None:
-            return None
-        assert item.nbytes is not None  # of all-reduces it is known
-        message_sent = sent_messages(item.nbytes, item.item_bytes, self._job.ranks, rank)[said.ordinal]
-        if not message_sent.final:
-            return IGNORED
-        return Place(known.collective, message_sent.begin, message_sent.end, True)
+        return IGNORED if self.dead is not None else self._seen.place(flow, message)
 
-    def _gathered(self, collective: int, rank: int, ordinal: int) -> Answer:
-        """The `ordinal`-th message of a rank in the all-gather of counts: two halves of each block."""
-        block = (rank - ordinal // 2) % self._job.ranks
-        begin = 8 * block + 4 * (ordinal % 2)
-        return Place(collective, begin, begin + 4, True)
+    def lost(self, flow: int, message: int) -> None:
+        """Bytes of a message are lost here. If nobody else sends them to where we look, so is the step."""
+        if self.dead is None:
+            self._seen.bytes_lost(flow, message)
 
     # -- tags in order ---------------------------------------------------------------------------------------------
 
     def _resolve(self) -> None:
         while self.dead is None and (self._late_start is None or self._found_step(self._late_start)):
-            known = self._tags.get(self._next)
+            known = self._seen.tags.get(self._next)
             if known is None or (known.op is not None and not known.sizes):
                 if not self._is_missing(known):
                     return
@@ -222,10 +188,10 @@ class GlooLife:
                 continue
             candidates = self._sequence.candidates()
             if not candidates:
-                if self._highest >= self._next + _AHEAD_IF_SEEN:
+                if self._seen.highest >= self._next + _AHEAD_IF_SEEN:
                     self._die("the order of the rebuilt buckets was lost")
                 return
-            found = next((one for one in candidates if self._fits(known, one)), None)
+            found = next((one for one in candidates if self._seen.fits(known, one)), None)
             if found is not None:
                 self._accept(known, self._next, found)
                 self._next += 1
@@ -238,56 +204,31 @@ class GlooLife:
     def _is_missing(self, known: Tag | None) -> bool:
         candidates = self._sequence.candidates()
         if candidates and candidates[0].nbytes == 0 and candidates[0].op == "allreduce":
-            return self._highest > self._next  # nothing is sent at all
+            return self._seen.highest > self._next  # nothing is sent at all
         ahead = _AHEAD if known is None or self._resynced else _AHEAD_IF_SEEN
-        return self._highest >= self._next + ahead
-
-    def _fits(self, known: Tag, item: Item) -> bool:
-        """Whether all that was seen of a tag could be this collective."""
-        if known.op != item.op:
-            return False
-        world = self._job.ranks
-        for flow, sizes in known.sizes.items():
-            source = self.flows[flow].flow.source
-            if item.op == "allreduce":
-                if not any(reduction_fits(item, world, rank, sizes) for rank in self.ranks.candidates(source)):
-                    return False
-            elif not all(size_fits(item, nbytes) for _, nbytes in sizes):
-                return False
-        return True
+        return self._seen.highest >= self._next + ahead
 
     def _accept(self, known: Tag, tag: int, item: Item) -> None:
         begins = item.group != "start" and self._sequence.inside is None
         if item.group == "buffers" and item.index == 0 and self._sequence.buffers_repeated:
-            self._lose(item.step, "buffers", "buffers were broadcast more than once before it")
+            self._seen.lose(item.step, "buffers", "buffers were broadcast more than once before it")
         self._advance(item, begins)
-        known.state, known.item, known.collective = "item", item, next(self._serials)
-        self._by_serial[known.collective] = tag
         for flow in known.flows:
             self._reached(self.flows[flow], item.phase)
-        if item.kind != "other" and (item.step, _what(item)) not in self._lost:
-            nbytes = item.nbytes
-            if nbytes is None:
-                nbytes = next(sizes[0][1] for sizes in known.sizes.values())
-            self._emit(Expect(known.collective, item.kind, nbytes, item.dtype, item.step, item.bucket, item.tensors))
-        sizes, known.sizes = known.sizes, {}
-        for flow, seen in sizes.items():
-            for ordinal, nbytes in seen:
-                self._check(known, self.flows[flow], ordinal, nbytes)
+        for number, ordinal, nbytes in self._seen.accept(tag, item):
+            self._check(known, self.flows[number], ordinal, nbytes)
         self._close_old()
 
     def _advance(self, item: Item, begins: bool) -> None:
         """The sequence goes on by this collective, seen or missing."""
         if item.group == "start":
             if item.index == 2 and not self.started:
-                self.started = self._begun(self, True)
+                self._seen.tells_losses = self._begun(self, True)
                 if self._wrong is not None:
                     self._die(self._wrong, loud=True)
         elif item.step > self._step_open:
             self._step_open = item.step
-            if len(self._lost) > _MOST_LOST:
-                self._lost = {one for one in self._lost if one[0] >= item.step - _MOST_LOST // 4}
-            self._emit(StepOpen(item.step))
+            self._seen.open_step(item.step)
         if item.group == "gradients" and begins:
             self._clean = True
             if self._buckets is None or self._buckets[1] is not self._sequence.buckets:
@@ -295,7 +236,9 @@ class GlooLife:
                 self._buckets = item.step, self._sequence.buckets
                 self._emit(BucketsEvent(item.step, self._sequence.buckets, rebuilt))
             if self._unsure:
-                self._lose(item.step, "gradients", "a collective before it is missing, and which one is not certain")
+                self._seen.lose(
+                    item.step, "gradients", "a collective before it is missing, and which one is not certain"
+                )
         before = self._sequence.reduction
         self._sequence.accept(item)
         self._last_gradients = item if item.group == "gradients" else None
@@ -308,18 +251,18 @@ class GlooLife:
         """A stranger."""
         last = self._last_gradients
         if last is not None:
-            if self._fits(known, last):
+            if self._seen.fits(known, last):
                 if self._resynced:  # messages of it may be missing
-                    self._lose_to_stranger(last)
+                    self._seen.lose_to_stranger(last)
                 else:
-                    self._lookalikes.add(self._next, last)
+                    self._seen.lookalikes.add(self._next, last)
                 for flow, sizes in known.sizes.items():
                     for ordinal, nbytes in sizes:
                         self._compare(self._next, flow, ordinal, nbytes)
             elif self._sequence.inside == "gradients" and any(
-                self._fits(known, one) for one in self._sequence.buffers[:1]
+                self._seen.fits(known, one) for one in self._sequence.buffers[:1]
             ):
-                self._lose(last.step, "gradients", "buffers were broadcast between its buckets")
+                self._seen.lose(last.step, "gradients", "buffers were broadcast between its buckets")
                 self._unsure = True
         known.state, known.sizes = "stranger", {}
         if not self._sequence.started:
@@ -334,12 +277,9 @@ class GlooLife:
     def _compare(self, tag: int, flow: int, ordinal: int, nbytes: int) -> None:
         """A data message of a stranger: if it is as large as what was taken for gradients, either may be them."""
         ranks = self.ranks.candidates(self.flows[flow].flow.source)
-        item = self._lookalikes.message(tag, ranks, ordinal, nbytes)
+        item = self._seen.lookalikes.message(tag, ranks, ordinal, nbytes)
         if item is not None:
-            self._lose_to_stranger(item)
-
-    def _lose_to_stranger(self, item: Item) -> None:
-        self._lose(item.step, "gradients", "an all-reduce of the size of one of its buckets came beside them")
+            self._seen.lose_to_stranger(item)
 
     def _given_up(self) -> None:
         """The group that began does not go on: what was taken for its first collectives were strangers."""
@@ -348,7 +288,7 @@ class GlooLife:
         if group == "start" and count >= 2:
             # A count and shapes, and then something else: a training starts, but not the one that is described.
             wanted = self._sequence.candidates_at_start()[count]
-            self._contradict(
+            self._seen.contradict(
                 f"a training begins whose broadcast number {count} is not one of {wanted.nbytes} bytes of "
                 f"{wanted.dtype} ({', '.join(wanted.tensors[:3])}, ...), as the job description has it"
             )
@@ -356,11 +296,11 @@ class GlooLife:
                 self._die("its first broadcasts are not those of the job description")
         for item in items:
             if item.group == "buffers":
-                self._lose(item.step, "buffers", "a broadcast of their size came before them")
+                self._seen.lose(item.step, "buffers", "a broadcast of their size came before them")
         self._strangers += self._sequence.started
         self._wrong = None
         for tag in range(self._next - count, self._next):
-            known = self._tags.get(tag)
+            known = self._seen.tags.get(tag)
             if known is not None and known.state == "item":
                 known.stale = group == "start"
                 known.state = "item" if known.stale else "lost"
@@ -396,13 +336,13 @@ class GlooLife:
         if item.group == "rebuild" and not sequence.has_known:
             self._die("the order of the rebuilt buckets was lost")
         elif item.kind != "other":
-            self._lose(max(item.step, 0), _what(item), f"a collective is missing ({item.kind})")
+            self._seen.lose(max(item.step, 0), kind_of_loss(item), f"a collective is missing ({item.kind})")
 
     def _began_late(self) -> bool:
         """The capture began in the middle: whether its steps can be followed all the same."""
         if self._late is None:
-            self._late = self.started = self._begun(self, False)
-            self._lose(0, "gradients", "the capture began in the middle of the training")
+            self._late = self._seen.tells_losses = self._begun(self, False)
+            self._seen.lose(0, "gradients", "the capture began in the middle of the training")
             if self._late and self._known is None:
                 self._look_for_step()
         known = self._known is not None and self._late
@@ -413,60 +353,51 @@ class GlooLife:
         """From here on only where a step begins matters."""
         if self._job.reductions_per_step > 1:
             why = "a step has several reductions, so where one begins cannot be told"
-            self._lose(1, "gradients", why)
+            self._seen.lose(1, "gradients", why)
             self._die(why)
             return
         steady = copy.copy(self._sequence)
         steady.assume(likely_buckets(self._job))
-        self._late_start = LateStart(steady.cycle(), self._fits)
+        self._late_start = LateStart(steady.cycle(), self._seen.fits)
 
     def _found_step(self, late: LateStart) -> bool:
         """Whether the conversation goes on, at the first collective of a step."""
-        first = late.look(self._tags, self._highest)
+        first = late.look(self._seen.tags, self._seen.highest)
         if late.why:
             self._late_start = None
-            self._lose(1, "gradients", late.why)
+            self._seen.lose(1, "gradients", late.why)
             self._die(late.why)
         if first is None or self.dead is not None:
             return False
         self._late_start = None
-        for tag in [tag for tag in self._open if tag < first]:
-            del self._tags[tag], self._open[tag]
+        self._seen.forget_before(first)
         self._next = first
         begins = self._sequence.assume(likely_buckets(self._job))
         for step in range(begins):
-            self._lose(step, "gradients", "the capture began in the middle of the training")
+            self._seen.lose(step, "gradients", "the capture began in the middle of the training")
         return True
 
     def _jump(self, tag: int) -> bool:
         """A tag far ahead: all before it is missing. Returns whether the conversation goes on."""
         here = self._sequence.step
-        if self._tags and tag - self._next > _MOST_MISSING:
+        if self._seen.tags and tag - self._next > _MOST_MISSING:
             self._die("more collectives are missing than can be followed")
             return False
         if not self._sequence.started and not self._began_late():
-            self._drop_ahead()
+            self._seen.drop_ahead()
             self._next = max(0, tag - 1)
             return True
         if self._strangers or not self._sequence.skip(tag - 1 - self._next):
             self._die("collectives of many steps are missing: steps cannot be counted")
             return False
-        self._drop_ahead()
+        self._seen.drop_ahead()
         self._next, self._unsure, self._crossed = tag - 1, True, True
-        if self._sequence.step - here > _MOST_LOST:
-            self._lose(here, "gradients", "its collectives are missing, and those of many steps after it")
+        if self._sequence.step - here > MOST_LOST:
+            self._seen.lose(here, "gradients", "its collectives are missing, and those of many steps after it")
             return True
         for step in range(here, self._sequence.step):
-            self._lose(step, "gradients", "its collectives are missing")
+            self._seen.lose(step, "gradients", "its collectives are missing")
         return True
-
-    def _drop_ahead(self) -> None:
-        """Forget tags that are not resolved; close the others."""
-        for tag in sorted(self._open):
-            if self._tags[tag].state == "open":
-                del self._tags[tag], self._open[tag]
-            else:
-                self._close(tag)
 
     # -- one collective --------------------------------------------------------------------------------------------
 
@@ -496,31 +427,9 @@ class GlooLife:
         if not good:
             known.state = "lost"
             self._unsure = True
-            self._lose(max(item.step, 0), _what(item), f"a collective taken for its {item.kind} is another one")
-
-    def lost(self, flow: int, message: int) -> None:
-        """Bytes of a message are lost here. If nobody else sends them to where we look, so is the step."""
-        said = self.flows[flow].said(message)
-        known = self._tags.get(said.tag) if said is not None else None
-        place = self.place(flow, message)
-        if said is None or known is None or known.item is None or not isinstance(place, Place) or not said.nbytes:
-            return
-        if known.item.op == "allreduce" and not self._others(flow, known.item, place):
-            self._lose(known.item.step, "gradients", "bytes of it are lost, and they pass only once")
-
-    def _others(self, flow: int, item: Item, place: Place) -> bool:
-        """Whether the final bytes of a place come in another flow as well, as far as is known."""
-        for index, other in self.flows.items():
-            rank = self.ranks.rank(other.flow.source)
-            if index == flow or other.closed:
-                continue
-            if rank is None:
-                return True
-            assert item.nbytes is not None
-            for one in sent_messages(item.nbytes, item.item_bytes, self._job.ranks, rank):
-                if one.final and one.begin == place.begin and other.rings:
-                    return True
-        return False
+            self._seen.lose(
+                max(item.step, 0), kind_of_loss(item), f"a collective taken for its {item.kind} is another one"
+            )
 
     def _reached(self, flow: GlooFlow, phase: int) -> None:
         if phase > flow.phase:
@@ -528,74 +437,29 @@ class GlooLife:
             self._close_old()
 
     def _close_old(self) -> None:
-        """Close collectives of which nothing more can come, and forget them.
-
-        A rank begins a phase when it has finished the one before; a flow that stays silent is waited for a while.
-        """
-        behind = 2 * self._sequence.reduction - 5
-        for tag in [tag for tag in self._open if tag < self._next]:
-            known = self._tags[tag]
-            item = known.item
-            if item is not None and known.state == "item" and item.phase >= behind:
-                flows = [one for one in self.flows.values() if one.rings or one.flow.index in known.flows]
-                if not all(one.closed or one.phase > item.phase for one in flows):
-                    continue
-            self._close(tag)
+        self._seen.close_old(self._next, 2 * self._sequence.reduction - 5)
 
     def _check_world(self) -> None:
-        """In an all-gather each rank sends two messages for each other one."""
-        tag = next((tag for tag, one in self._tags.items() if one.item is not None and one.op == "allgather"), None)
-        if tag is None or self._resynced:
-            return
-        for index in self._tags[tag].flows:
-            count = self.flows[index].count(tag)
-            if count and count != 2 * (self._job.ranks - 1):
-                found = count // 2 + 1
-                self._die(f"the training has {found} ranks, and the job description {self._job.ranks}", loud=True)
-                return
-
-    def _close(self, tag: int) -> None:
-        """Nothing more comes of a collective. It stays known for a while: pieces are asked for after many heads."""
-        known = self._tags[tag]
-        self._open.pop(tag, None)
-        item = known.item
-        if item is not None and item.group == "gradients":
-            self._lookalikes.ended(item)
-            if item.kind != "other" and not self.ranks.known():
-                self._lose(item.step, "gradients", "no size shows which rank is watched, nor is it said (HOST=RANK)")
-        if known.collective >= 0 and known.item is not None and known.item.kind != "other":
-            self._emit(Closed(known.collective))
-        self._closed.append(tag)
-        if len(self._closed) > _KEPT:
-            old = self._closed.popleft()
-            gone = self._tags.pop(old)
-            self._lookalikes.forget(old)
-            self._by_serial.pop(gone.collective, None)
-            for flow in gone.flows:
-                self.flows[flow].forget(old)
+        found = None if self._resynced else self._seen.found_world()
+        if found is not None:
+            self._die(f"the training has {found} ranks, and the job description {self._job.ranks}", loud=True)
 
     # -- what the caller and the events need -----------------------------------------------------------------------
 
     def content(self, collective: int, data: bytes) -> None:
         """All bytes of a small collective."""
-        known = self._tags.get(self._by_serial.get(collective, -1))
+        known = self._seen.of(collective)
         if known is None or known.item is None or known.item.kind not in CONTENT_KINDS or self.dead is not None:
             return
         kind = known.item.kind
-        if kind == "count" and not known.stale:
-            counts = {int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)}
-            if counts != {len(self._job.trainable)}:
-                text = f"the ranks have {sorted(counts)[:4]} trainable parameters, not {len(self._job.trainable)}"
-                self._wrong = self._wrong or text
-        elif kind == "sizes":
-            text = shapes_difference(self._job, data) or ""
+        if kind in ("count", "sizes"):
+            fault = content_fault(self._job, self._sequence, kind, data)
             if not known.stale:
-                self._wrong = text or self._wrong
-            elif text:
-                self._contradict(f"a training begins that is not the one described: {text}")
+                self._wrong = fault or self._wrong
+            elif fault is not None and kind == "sizes":
+                self._seen.contradict(f"a training begins that is not the one described: {fault}")
         elif known.state == "item" and not known.stale:
-            method = self._sequence.bucket_order if kind == "bucket-order" else self._sequence.bucket_sizes
-            self._wrong = method(data)
+            self._wrong = content_fault(self._job, self._sequence, kind, data)
         if self.started and self._wrong is not None:
             self._die(self._wrong, loud=True)
         self._resolve()
@@ -604,29 +468,13 @@ class GlooLife:
         """Nothing more comes."""
         for flow in self.flows.values():
             flow.closed = True
-        for tag in sorted(self._open):
-            self._close(tag)
+        self._seen.close_all()
         self._ended = True
-
-    def _lose(self, step: int, what: Literal["gradients", "buffers"], why: str) -> None:
-        if (step, what) not in self._lost and self.started:
-            self._lost.add((step, what))
-            self._emit(LostStep(step, why, what))
-
-    def _contradict(self, text: str) -> None:
-        if self._contradictions < _MOST_CONTRADICTIONS:
-            self._contradictions += 1
-            self._emit(Contradiction(text))
 
     def _die(self, why: str, *, loud: bool = False) -> None:
         if self.dead is None:
-            self._lose(max(self._sequence.step, 0), "gradients", why)
+            self._seen.lose(max(self._sequence.step, 0), "gradients", why)
             self.dead = why
             if loud:
-                self._contradict(why)
-            for tag in sorted(self._open):
-                self._close(tag)
-
-
-def _what(item: Item) -> Literal["gradients", "buffers"]:
-    return "buffers" if item.group == "buffers" else "gradients"
+                self._seen.contradict(why)
+            self._seen.close_all()

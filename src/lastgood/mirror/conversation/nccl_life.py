@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
-from lastgood.mirror.conversation.expected import CollectiveSequence, Item, shapes_difference
-from lastgood.mirror.conversation.nccl_plan import NcclMessage, NcclPlan, Role, Variant, match_roles
+from lastgood.mirror.conversation.contents import content_fault
+from lastgood.mirror.conversation.expected import CollectiveSequence, Item
+from lastgood.mirror.conversation.nccl_flow import Cursor, NcclFlow
+from lastgood.mirror.conversation.nccl_plan import NcclPlan, Role, Variant, match_roles
 from lastgood.mirror.conversation.places import (
     CONTENT_KINDS,
     IGNORED,
@@ -47,43 +49,6 @@ _STRANGERS: Final = (1, 4, 8)
 
 
 @dataclass
-class _Cursor:
-    """How far a flow is, if it has a certain role."""
-
-    collective: int = 0
-    """Index of the collective whose message comes next."""
-    message: int = 0
-    """Which of its messages."""
-    at: int = 0
-    """Which message of the flow."""
-    newest: int = 0
-    """The collective of the message before it, whose bytes may still come."""
-
-    @property
-    def passed(self) -> int:
-        """All collectives before this one are complete in the flow, as far as it carries them."""
-        return self.newest if self.at else self.collective
-
-
-@dataclass
-class _NcclFlow:
-    flow: Flow
-    sizes: list[int | None] = field(default_factory=list)
-    """Of data messages; None: its head is lost."""
-    due: int = 0
-    """Number of the message that comes next."""
-    first: int = 0
-    """Number, among data messages, of the first one in `sizes`."""
-    numbers: dict[int, int] = field(default_factory=dict)
-    """Message number to number among data messages."""
-    roles: dict[Role, _Cursor] = field(default_factory=dict)
-    places: dict[int, tuple[int, NcclMessage]] = field(default_factory=dict)
-    """Of data messages, once the role is certain."""
-    placed: int = 0
-    closed: bool = False
-
-
-@dataclass
 class _Known:
     item: Item
     variant: Variant
@@ -111,7 +76,7 @@ class NcclLife:
         self._most_flows = most_flows
         self._plan = NcclPlan(job)
         self._sequence = CollectiveSequence(job)
-        self.flows: dict[int, _NcclFlow] = {}
+        self.flows: dict[int, NcclFlow] = {}
         self._known: dict[int, _Known] = {}
         self._before: Mapping[Role, int] = {}
         """As `_Known.before`, of the next one."""
@@ -153,7 +118,7 @@ class NcclLife:
 
     def opened(self, flow: Flow) -> None:
         """A flow of this communicator."""
-        self.flows[flow.index] = _NcclFlow(flow, roles={role: _Cursor() for role in self._plan.roles})
+        self.flows[flow.index] = NcclFlow(flow, roles={role: Cursor() for role in self._plan.roles})
 
     def closed(self, flow: int) -> None:
         """Nothing more comes in it."""
@@ -171,8 +136,7 @@ class NcclLife:
         if missing > 0 and not self._pass_missing(here, message - missing, missing):
             self._die("messages are missing with their heads, and what they were of is not certain")
             return
-        here.numbers[message] = here.first + len(here.sizes)
-        here.sizes.append(nbytes)
+        here.take(message, nbytes)
         if len(here.sizes) > _MOST_WAITING:
             self._trim(here)
         if len(here.sizes) > _MOST_WAITING:
@@ -183,7 +147,7 @@ class NcclLife:
         if len(here.sizes) % _TRIM_EVERY == 0 or len(here.places) > _MOST_PLACED:
             self._trim(here)
 
-    def _pass_missing(self, here: _NcclFlow, first: int, count: int) -> bool:
+    def _pass_missing(self, here: NcclFlow, first: int, count: int) -> bool:
         """Messages whose numbers are certain, and whose heads are lost: whether they are all of one known collective.
 
         They are if that has begun in this flow, and has so many messages left. Otherwise they could be a stranger's,
@@ -192,24 +156,19 @@ class NcclLife:
         if len(here.roles) != 1:
             return False
         ((role, cursor),) = here.roles.items()
-        begun = cursor.collective < self._count and cursor.message and cursor.at == here.first + len(here.sizes)
+        begun = cursor.collective < self._count and cursor.message and cursor.at == here.heard
         if not begun:
             return False
         known = self._known[cursor.collective]
         if len(self._plan.of(known.item, known.variant, role, known.before)) - cursor.message < count:
             return False
         for number in range(first, first + count):
-            here.numbers[number] = here.first + len(here.sizes)
-            here.sizes.append(None)
+            here.take(number, None)
         return True
 
-    def _trim(self, here: _NcclFlow) -> None:
+    def _trim(self, here: NcclFlow) -> None:
         """Forget what nothing asks for any more."""
-        done = min((cursor.at for cursor in here.roles.values()), default=0) - here.first
-        del here.sizes[:done]
-        here.first += done
-        for message in list(here.numbers)[: max(0, len(here.numbers) - _MOST_PLACED // 2)]:
-            here.places.pop(here.numbers.pop(message), None)
+        here.trim(_MOST_PLACED // 2)
         needed = min(cursor.collective for one in self.flows.values() for cursor in one.roles.values())
         needed = min(needed, *(index for index, _ in self._noted.values()), self._count)
         for index in [index for index in self._known if index < needed]:
@@ -217,7 +176,7 @@ class NcclLife:
 
     # -- hypotheses ------------------------------------------------------------------------------------------------
 
-    def _follow(self, here: _NcclFlow) -> None:
+    def _follow(self, here: NcclFlow) -> None:
         """Compare what a flow has with the collectives that are known; drop roles that do not fit."""
         before = len(here.roles)
         for role in list(here.roles):
@@ -232,12 +191,12 @@ class NcclLife:
             self._exclude(here)
             self._note_places(here)
 
-    def _goes_on(self, here: _NcclFlow, role: Role) -> bool:
-        cursor = here.roles[role]
+    def _goes_on(self, here: NcclFlow, role: Role) -> bool:
+        cursor, heard = here.roles[role], here.heard
         while cursor.collective < self._count:
             known = self._known[cursor.collective]
             plan = self._plan.of(known.item, known.variant, role, known.before)
-            while cursor.message < len(plan) and cursor.at < here.first + len(here.sizes):
+            while cursor.message < len(plan) and cursor.at < heard:
                 if here.sizes[cursor.at - here.first] not in (plan[cursor.message].nbytes, None):
                     return False
                 cursor.newest = cursor.collective
@@ -275,7 +234,7 @@ class NcclLife:
             if len(one.roles) == 1:
                 self._note_places(one)
 
-    def _drop_silent_roles(self, here: _NcclFlow) -> None:
+    def _drop_silent_roles(self, here: NcclFlow) -> None:
         """The only flow between two hosts carries what is known, so it is no channel that had nothing of it to send."""
         ends = (here.flow.source, here.flow.destination)
         between = [one for one in self.flows.values() if (one.flow.source, one.flow.destination) == ends]
@@ -284,7 +243,7 @@ class NcclLife:
             here.roles = {role: here.roles[role] for role in speaks}
             self._settle_ranks()
 
-    def _exclude(self, here: _NcclFlow) -> None:
+    def _exclude(self, here: NcclFlow) -> None:
         """A role that is certain is nobody else's."""
         (role,) = here.roles
         for other in self.flows.values():
@@ -298,7 +257,7 @@ class NcclLife:
             self._learned = len(ranks)
             self._emit(Learned(self._job.ranks, tuple((address, rank) for rank, address in sorted(ranks.items()))))
 
-    def _note_places(self, here: _NcclFlow) -> None:
+    def _note_places(self, here: NcclFlow) -> None:
         """Places of messages up to the cursor of the only role."""
         ((role, cursor),) = here.roles.items()
         position = here.placed
@@ -347,7 +306,7 @@ class NcclLife:
         later = self._options(after)
         then = self._plan.counted(item, variant, self._before)
 
-        def goes_on(here: _NcclFlow, role: Role) -> bool:
+        def goes_on(here: NcclFlow, role: Role) -> bool:
             if not self._role_fits(here, role, item, variant):
                 return False
             cursor, plan = here.roles[role], self._plan.of(item, variant, role, self._before)
@@ -390,7 +349,7 @@ class NcclLife:
 
         A rank's channels go from one collective to the next together: what it sends for a later one comes after.
         """
-        speaking = [one for one in self.flows.values() if one.first + len(one.sizes)]
+        speaking = [one for one in self.flows.values() if one.heard]
         roles = {
             one.flow.index: [role for role in one.roles if self._role_fits(one, role, item, variant)]
             for one in speaking
@@ -405,12 +364,12 @@ class NcclLife:
             for role in roles[here.flow.index]
         )
 
-    def _waits(self, here: _NcclFlow, role: Role) -> bool:
+    def _waits(self, here: NcclFlow, role: Role) -> bool:
         """Whether a flow has messages of what is not known yet, if it has this role."""
         cursor = here.roles[role]
-        return cursor.collective == self._count and cursor.at < here.first + len(here.sizes)
+        return cursor.collective == self._count and cursor.at < here.heard
 
-    def _role_fits(self, here: _NcclFlow, role: Role, item: Item, variant: Variant) -> bool:
+    def _role_fits(self, here: NcclFlow, role: Role, item: Item, variant: Variant) -> bool:
         cursor = here.roles[role]
         if cursor.collective < self._count:
             return True  # messages of earlier ones are still to come
@@ -503,17 +462,7 @@ class NcclLife:
         item = self._contents.pop(collective, None)
         if item is None or self.dead is not None:
             return
-        wrong = None
-        if item.kind == "count":
-            counts = {int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)}
-            if counts != {len(self._job.trainable)}:
-                wrong = f"the ranks have {sorted(counts)[:4]} trainable parameters, not {len(self._job.trainable)}"
-        elif item.kind == "sizes":
-            wrong = shapes_difference(self._job, data)
-        elif item.kind == "bucket-order":
-            wrong = self._sequence.bucket_order(data)
-        else:
-            wrong = self._sequence.bucket_sizes(data)
+        wrong = content_fault(self._job, self._sequence, item.kind, data)
         if wrong is not None:
             self._emit(Contradiction(wrong))
             self._die(wrong)
