@@ -232,6 +232,7 @@ class Compression {
     }
 
     float rest(float value) const {
+        if (order_.value_type == SparseType::float32) return 0.0f;
         std::uint16_t stored;
         return value - narrowed(value, order_.value_type, &stored);
     }
