@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.mirror.streams.ll import Coding, data_bytes, decode, encode, ll_bytes, one_flag
+from lastgood.mirror.streams.ll import encode, ll_bytes
+from tests.mirror.support.plain.ll import Coding, data_bytes, decode, one_flag
 
 
 @given(data=st.binary(max_size=100), flag=st.integers(1, 2**32 - 1))

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from lastgood.errors import ConfigError
 from lastgood.mirror.streams.icrc import ICRC_BYTES, icrc
 from lastgood.mirror.streams.ip import UDP, IpPacket, Left, ip_packet
-from lastgood.mirror.streams.ll import Coding, decode
 from lastgood.mirror.streams.messages import DATA, HEAD, LOST, PIECE, Flow, Parsed
 from lastgood.mirror.streams.roce import (
     FIRST,
@@ -36,6 +35,7 @@ from lastgood.mirror.streams.roce import (
     ROCE_PORT,
     roce_flow,
 )
+from tests.mirror.support.plain.ll import Coding, decode
 from tests.mirror.support.plain.roce_flow import PACKET_BYTES, Payload, QueueFlow, Write
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from lastgood.mirror.streams.ll import Coding, data_bytes, one_flag
 from lastgood.mirror.streams.roce import FIRST, LAST, LAST_IMMEDIATE, MIDDLE, ONLY, ONLY_IMMEDIATE
+from tests.mirror.support.plain.ll import Coding, data_bytes, one_flag
 
 __all__ = ["PACKET_BYTES", "Payload", "QueueFlow", "Sink", "Write"]
 
