@@ -38,7 +38,7 @@ from lastgood.state.flatten import is_stateful
 from lastgood.state.numpy_values import array_of_bytes, describe_numpy
 from lastgood.state.optimizers import state_of
 
-__all__ = ["TorchFiles", "map_containers", "pack_numpy", "plain_tree", "unpack_numpy"]
+__all__ = ["TorchFiles", "map_containers", "pack_numpy", "plain_tree", "save_durably", "unpack_numpy"]
 
 _log = logging.getLogger("lastgood")
 _NAME = re.compile(r"checkpoint-(\d{8,})-step-(\d+)\.pt")
@@ -80,34 +80,10 @@ class TorchFiles:
         """
         sequence = max((known for known, _, _ in self.files()), default=0) + 1
         final = self.directory / f"checkpoint-{sequence:08d}-step-{step}.pt"
-        temporary = temporary_beside(final)
-        began_s = time.perf_counter()
-        try:
-            document = {"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree), "state")}
-            if objects is not None:
-                document["objects"] = sorted(objects, key=repr)
-            cost = reading_cost(document, "state")
-            os.close(open_new(temporary, mode=self.readable_by.file_mode))
-            torch.save(document, temporary)
-            check_proportion(cost, temporary, str(final))
-            written_s = time.perf_counter()
-            with os.fdopen(open_regular(temporary), "rb") as file:
-                os.fsync(file.fileno())
-                written = os.fstat(file.fileno()).st_size
-            flushed_s = time.perf_counter()
-            temporary.replace(final)
-            sync_directory(self.directory)
-            if phases is not None:
-                phases += [
-                    ("write", began_s, written_s),
-                    ("flush", written_s, flushed_s),
-                    ("commit", flushed_s, time.perf_counter()),
-                ]
-        except BaseException as error:
-            temporary.unlink(missing_ok=True)
-            if isinstance(error, (OSError, RuntimeError)):
-                raise StorageError(_explain(temporary, tree, error)) from error
-            raise
+        document = {"format": _FORMAT, "step": step, "state": pack_numpy(dict(tree), "state")}
+        if objects is not None:
+            document["objects"] = sorted(objects, key=repr)
+        written = save_durably(document, final, reading_cost(document, "state"), self.readable_by.file_mode, phases)
         for _, _, old in self.files()[self.keep :]:
             try:
                 old.unlink(missing_ok=True)
@@ -189,6 +165,45 @@ class TorchFiles:
             return unpacked, frozenset(objects)
         except TypeError as error:
             raise CorruptCheckpoint(f"{path}: what is said of its objects is no list of keys: {error}") from error
+
+
+def save_durably(
+    document: Mapping[str, Any],
+    final: Path,
+    cost: int,
+    mode: int,
+    phases: list[tuple[str, float, float]] | None = None,
+) -> int:
+    """torch.save, fsync, rename, fsync of the directory. Returns the bytes.
+
+    `cost` is that of reading it, and `phases` as for `TorchFiles.write`. Raises StorageError naming the file and the
+    bytes needed, StateError for what could not be read again; what was there under that name stays.
+    """
+    temporary = temporary_beside(final)
+    began_s = time.perf_counter()
+    try:
+        os.close(open_new(temporary, mode=mode))
+        torch.save(document, temporary)
+        check_proportion(cost, temporary, str(final))
+        written_s = time.perf_counter()
+        with os.fdopen(open_regular(temporary), "rb") as file:
+            os.fsync(file.fileno())
+            written = os.fstat(file.fileno()).st_size
+        flushed_s = time.perf_counter()
+        temporary.replace(final)
+        sync_directory(final.parent)
+        if phases is not None:
+            phases += [
+                ("write", began_s, written_s),
+                ("flush", written_s, flushed_s),
+                ("commit", flushed_s, time.perf_counter()),
+            ]
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, (OSError, RuntimeError)):
+            raise StorageError(_explain(temporary, document, error)) from error
+        raise
+    return written
 
 
 _NUMPY = "lastgood.numpy"
