@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from lastgood.errors import NoCheckpoint
 from lastgood.ports import free_ports
 from tests.checkpointers.support.peer_processes import kill_peer, peers_below, peers_end_with_the_test
 from tests.checkpointers.support.small_training import SmallTraining
+from tests.support.warm import WarmProcess
 
 WIDTH = 256
 
@@ -35,10 +34,10 @@ class Rank:
 
     def __init__(self, rank, port, directory, steps, device):
         script = Path(__file__).parents[1] / "support" / "gemini_rank.py"
-        command = [sys.executable, str(script), str(rank), "2", str(port), str(directory), str(steps), device]
+        words = [script, rank, 2, port, directory, steps, device]
         self.errors = directory.parent / f"rank-{rank}.err"
         with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            self.process = WarmProcess(words, stderr=errors)
         self.lines = queue.SimpleQueue()
         self.digests = {}
         self.reader = threading.Thread(target=self._read)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from lastgood.wire.records import FINAL, RecordKind
 from tests.gradients.support.ddp_bucket import Bucket
 from tests.gradients.support.ring_rank import declared_layout
 from tests.support.patience import wait_until
+from tests.support.warm import WarmProcess
 from tests.wire.support.ring_helpers import PROCESS_S, WAIT_S, WireTap, make_ring
 
 RANKS, SHADOWS, STEPS = 2, 2, 3
@@ -33,15 +32,15 @@ def train(folder: Path, taps: list[WireTap]) -> list[dict[str, Any]]:
     for rank in range(RANKS):
         following = taps[rank](f"127.0.0.1:{ports[(rank + 1) % RANKS]}")
         arguments = [str(folder), rank, RANKS, ports[rank], following, SHADOWS, STEPS]
-        processes.append(subprocess.Popen([sys.executable, script, *map(str, arguments)], stderr=subprocess.PIPE))
+        processes.append(WarmProcess([script, *arguments]))
     try:
         for process in processes:
-            _, said = process.communicate(timeout=PROCESS_S)
-            assert process.returncode == 0, said.decode()
+            said, _ = process.communicate(PROCESS_S)
+            assert process.returncode == 0, said
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.wait()
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
