@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from lastgood.sparse import meeting
 from lastgood.sparse.exchange import Exchange
 from lastgood.sparse.meeting import about, find_place_in
 from tests.sparse.support.rings import WAIT_S, equal, gradient, together
+from tests.support.warm import WarmProcess
 
 PROCESS_S = 240.0
 """For what a process does that is still to be started, and to import torch."""
@@ -111,24 +111,16 @@ with Exchange.open([100_000], {"compressor": "topk"}, timeout_s=60.0) as exchang
 """
 
 
-def test_processes_meet_by_torch_distributed_and_the_death_of_one_is_named_on_the_other() -> None:
-    """Over 5 s, since two processes import torch."""
-    ranks = 2
+def test_processes_meet_by_torch_distributed_and_the_death_of_one_is_named_on_the_other(tmp_path: Path) -> None:
+    ranks, log = 2, tmp_path / "log"
     port = free_ports()[0]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={**environment, "RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[2],
-        )
-        for rank in range(ranks)
-    ]
+    with log.open("wb") as errors:
+        started = [
+            WarmProcess(["-c", RANK], subprocess.PIPE, stderr=errors, env={**environment, "RANK": str(rank)})
+            for rank in range(ranks)
+        ]
     try:
         for process in started:
             assert process.stdout is not None
@@ -139,12 +131,12 @@ def test_processes_meet_by_torch_distributed_and_the_death_of_one_is_named_on_th
         time.sleep(0.2)
         begin = time.monotonic()
         started[1].send_signal(signal.SIGKILL)
-        _, errors = started[0].communicate(timeout=PROCESS_S)
+        started[0].communicate(PROCESS_S)
         assert started[0].returncode == 1
-        last = errors.strip().splitlines()[-1]
+        last = log.read_text().strip().splitlines()[-1]
         assert re.search("CheckpointError: rank 1 on .*(closed the connection|the connection broke)", last), last
         assert time.monotonic() - begin < 45, "long before the timeout"
     finally:
         for process in started:
             process.kill()
-            process.communicate(timeout=PROCESS_S)
+            process.wait(PROCESS_S)

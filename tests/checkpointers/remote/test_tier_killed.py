@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.warm import WarmProcess
 
 
 def killed(tmp_path: Path, rounds: int, seed: int, timeout_s: float) -> dict[str, int]:
-    driver = "tests.checkpointers.support.tier_driver"
-    done = subprocess.run(
-        [sys.executable, "-m", driver, str(tmp_path / "job"), str(tmp_path / "remote"), str(rounds), str(seed)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", done.stdout)}
+    driver = Path(__file__).parents[1] / "support" / "tier_driver.py"
+    process = WarmProcess([driver, tmp_path / "job", tmp_path / "remote", rounds, seed])
+    said, _ = process.communicate(timeout_s)
+    assert process.returncode == 0, said
+    return {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", said)}
 
 
 def test_a_few_kills(tmp_path):
