@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lastgood.checkpointers.events import CheckpointEvent, Outcome
-from lastgood.files import ReadableBy, make_directory, storage_errors
+from lastgood.errors import StorageError
+from lastgood.files import ReadableBy, make_directory, read_end, storage_errors
+from lastgood.text import parse_json
 
-__all__ = ["EventsFile", "Tells"]
+__all__ = ["EVENTS_FILE", "EventsFile", "Tells", "failures_told"]
 
 _log = logging.getLogger("lastgood")
 
+EVENTS_FILE = "events.jsonl"
+"""The name of the file of events in a checkpoint directory."""
+_LAST_BYTES = 64 << 10
+"""Of that file, which status looks at: some hundreds of events."""
+_LINE_BYTES = 16 << 10
 _POLL_S = 0.1
 _END_S = 5.0
 """For callbacks to take the last events, when a checkpointer is closed."""
@@ -50,7 +57,7 @@ class Tells:
 
         Returns the path. Raises StorageError if the file cannot be made.
         """
-        file = EventsFile(self.directory / "events.jsonl" if path is None else Path(path), self.readable_by)
+        file = EventsFile(self.directory / EVENTS_FILE if path is None else Path(path), self.readable_by)
         self.on_event(file)
         return file.path
 
@@ -101,6 +108,32 @@ class EventsFile:
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(self.path, flags, self._mode)
+
+
+def failures_told(directory: Path) -> list[tuple[float, str]]:
+    """When checkpoints failed, and why, by the end of the file of events in `directory`, the newest first.
+
+    Empty if there is no such file. A line that is none (cut by a crash, or of another program) is passed over.
+    """
+    path = directory / EVENTS_FILE
+    try:
+        lines = read_end(path, _LAST_BYTES).splitlines()
+    except (OSError, StorageError):
+        return []
+    found = []
+    for line in reversed(lines):
+        try:
+            event = parse_json(line, str(path), most_bytes=_LINE_BYTES, error=StorageError)
+        except StorageError:
+            continue
+        if not isinstance(event, dict) or event.get("outcome") != Outcome.FAILED.value:
+            continue
+        moment, step, error = event.get("time"), event.get("step"), event.get("error")
+        if isinstance(moment, float) and type(step) is int and isinstance(error, str):
+            # It is shown on a terminal.
+            words = "".join(letter if letter.isprintable() else " " for letter in error)
+            found.append((moment, f"{path}: step {step} failed: {words}"))
+    return found
 
 
 class _Teller:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -58,6 +59,41 @@ def restored(directory: Path, system: str) -> tuple[int, str]:
     training = SmallTraining(8, seed=1)
     step = checkpointer_class(system)(directory).restore(training.state)
     return step, training.digest()
+
+
+def test_status_tells_the_last_failed_save_of_the_file_of_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, checkpointer = SmallTraining(8), checkpointer_class("sync")(tmp_path / "job")
+    events = checkpointer.write_events()
+    checkpointer.start(training.state)
+    training.step()
+    checkpointer.save(1)
+    assert call("status", tmp_path / "job")[1].endswith("last failure: none that can be seen here\n")
+
+    def full(event: object) -> None:
+        raise OSError(errno.ENOSPC, "No space\x1b[31m left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer, "_save", full)
+        for step in (2, 3):
+            training.step()
+            checkpointer.save(step)
+    checkpointer.close()
+    expected = f"{events}: step 3 failed: "
+    others = (
+        b'{"outcome": "failed"}',
+        b"[1]",
+        b"\xff",
+        b'{"time": 9000000000.5, "step": true, "outcome": "failed", "error": "x"}',
+    )
+    with events.open("ab") as file:  # what a crash or another program leaves there
+        file.write(b"\n".join([*others, b'{"ti']))
+    code, told, _ = call("status", tmp_path / "job")
+    assert code == 0 and told.startswith(f"{tmp_path / 'job'}: step 1, ")
+    last = told.splitlines()[-1]
+    assert last.startswith(f"last failure: {expected}") and "\x1b" not in last, last
+    assert json.loads(call("status", tmp_path / "job", "--json")[1])["last_failure"].startswith(expected)
 
 
 def age_all(directory: Path, seconds: float) -> None:

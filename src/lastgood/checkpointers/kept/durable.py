@@ -15,6 +15,7 @@ from lastgood.checkpointers.directories.manifest import files_in
 from lastgood.checkpointers.ranks.opened import OpenedJob, open_job
 from lastgood.checkpointers.remote.status import read_status
 from lastgood.checkpointers.slots.contents import look_at_slots
+from lastgood.checkpointers.telling import failures_told
 from lastgood.checkpointers.torch_files.files import TorchFiles
 from lastgood.errors import NoCheckpoint
 from lastgood.files import storage_errors
@@ -51,7 +52,8 @@ class Look:
     in_use: bool
     """Whether a process has it open for writing, as far as the kernel tells this user."""
     failures: tuple[str, ...]
-    """What went wrong and can still be seen: damage, verdicts, what could not be sent elsewhere; the newest first."""
+    """What went wrong and can still be seen, the newest first: damage, verdicts, what could not be sent elsewhere, and
+    saves that failed, by the file of events."""
 
     @property
     def newest(self) -> Durable | None:
@@ -87,6 +89,8 @@ def look_at_place(place: Path | str | Location, s3: S3Options | None = None) -> 
     if job.remote is None:
         for rank in job.views:
             found += _others(Path(job.where(rank)))
+        for directory in {Path(str(job.place)), *(Path(job.where(rank)) for rank in job.views)}:
+            failures += failures_told(directory)
     found.sort(key=lambda one: one.written_s or 0.0, reverse=True)
     told = [text for _, text in sorted(failures, key=lambda one: one[0], reverse=True)]
     in_use = any(view.held for view in job.views.values())
