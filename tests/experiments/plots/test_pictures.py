@@ -131,6 +131,19 @@ def test_bars_lines_and_bound_stand_where_the_numbers_are(tmp_path: Path) -> Non
     assert "4.00" in [text.get_text() for text in axes.texts]
 
 
+def test_a_cell_in_one_stretch_above_its_bound_is_marked_if_its_median_is(tmp_path: Path) -> None:
+    records = [make_record("none", 0, number, iterations_per_s=9.0) for number in (0, 1)]
+    for system, rates in (("pccheck", (9.2, 9.6)), ("gpm", (8.9, 9.4)), ("sync", (8.0, 9.1))):
+        records += [
+            make_record(system, 25, number, iterations_per_s=rate, proof=True) for number, rate in enumerate(rates)
+        ]
+    figure = draw_throughput(read_tidy(csv_of(tmp_path, records)))
+    triangles = [line for line in figure.axes[0].lines if line.get_marker() == 6]
+    assert [list(line.get_ydata()) for line in triangles] == [[9.4], [9.6]]
+    told = " ".join(shown(figure)).replace("\n", " ")
+    assert "PCcheck 25: measured in one stretch of time" in told and "GPM 25: the bound lies between its runs" in told
+
+
 def test_the_band_of_training_without_checkpoints_lies_behind_the_bars(tmp_path: Path) -> None:
     axes = draw_throughput(read_tidy(csv_of(tmp_path, panel(("sync", "pccheck"), (1, 10), 2)))).axes[0]
     wide = axes.get_xlim()[1] - axes.get_xlim()[0]

@@ -398,9 +398,7 @@ def _reading(frame: pd.DataFrame) -> str:
 
 
 def _pairs(frame: pd.DataFrame, passes: str = "above") -> str:
-    """Of a panel in pairs of blocks: what was disturbed, which cells stayed noisy, and what is above its bound, why."""
-    if frame["ratio_low"].isna().all():
-        return ""
+    """Of pairs of blocks: what was disturbed, which cells stayed noisy. Of all: what is above its bound, and why."""
     left_out, noisy, above = disturbed_pairs(frame), noisy_cells(frame), above_bound(frame)
     unknown = disturbed_cells(frame)
     sentences = [

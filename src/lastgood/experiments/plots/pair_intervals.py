@@ -1,4 +1,4 @@
-"""Intervals of ratios that were measured in pairs of blocks, as whiskers."""
+"""Intervals of ratios that were measured in pairs of blocks, as whiskers; and triangles for what passes its bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lastgood.experiments.formulas.pairs import Interval
 from lastgood.experiments.plots.canvas import HALO, INK
 from lastgood.experiments.tables.frames import pair_interval
 
-__all__ = ["PairInterval", "draw_pair_interval", "of_pairs", "pair_handles"]
+__all__ = ["PairInterval", "draw_above_bound", "draw_pair_interval", "of_pairs", "pair_handles"]
 
 _NOISY_DASHES: Any = (0, (1.5, 1.2))
 _PASSES: dict[str, Any] = {"markersize": 3.5, "color": INK}
@@ -32,7 +32,6 @@ class PairInterval:
     """Training with checkpoints to training without."""
     noisy: bool
     """It stayed wide until the time was used up."""
-    above_bound: bool
 
 
 def of_pairs(runs: pd.DataFrame) -> PairInterval | None:
@@ -40,8 +39,7 @@ def of_pairs(runs: pd.DataFrame) -> PairInterval | None:
     found = pair_interval(runs)
     if found is None:
         return None
-    noisy, above = (runs["rounds_ended_by"] == "budget").any(), runs["above_bound"].notna().any()
-    return PairInterval(found, noisy=bool(noisy), above_bound=bool(above))
+    return PairInterval(found, noisy=bool((runs["rounds_ended_by"] == "budget").any()))
 
 
 def draw_pair_interval(
@@ -54,7 +52,7 @@ def draw_pair_interval(
     limits: tuple[float, float] = (-math.inf, math.inf),
     zorder: float = 8,
 ) -> None:
-    """A whisker, in dashes if it is noisy; a triangle at its better end if the cell passes its bound.
+    """A whisker, in dashes if it is noisy.
 
     Nothing if all pairs were disturbed. `on_axis` says where a ratio lies on the y axis. A whisker that goes beyond
     the `limits` of that has no end there.
@@ -67,20 +65,24 @@ def draw_pair_interval(
     look: dict[str, Any] = {"color": INK, "linewidth": 0.9, "path_effects": HALO, "zorder": zorder}
     axes.vlines(x, worse, better, linestyle=dashes, **look)
     axes.hlines([end for end in (worse, better) if low <= end <= high], x - half_width, x + half_width, **look)
-    if found.above_bound:
-        marker = _UP if better >= worse else _DOWN
-        axes.plot(
-            [x], [min(max(better, low), high)], linestyle="none", clip_on=False, zorder=8, marker=marker, **_PASSES
-        )
 
 
-def pair_handles(cells: Iterable[PairInterval | None], *, better_is_lower: bool = False) -> list[Any]:
-    """Legend entries for what is marked about intervals."""
+def draw_above_bound(axes: Axes, x: float, y: float, *, better_is_lower: bool = False) -> None:
+    """A triangle for a cell that passes its bound: at its better end, or the edge of the axes."""
+    low, high = sorted(axes.get_ylim())
+    look = _PASSES | {"marker": _DOWN if better_is_lower else _UP}
+    axes.plot([x], [min(max(y, low), high)], linestyle="none", clip_on=False, zorder=8, **look)
+
+
+def pair_handles(
+    cells: Iterable[PairInterval | None], *, above_bound: bool, better_is_lower: bool = False
+) -> list[Any]:
+    """Legend entries for what is marked about intervals, and about a cell above its bound if there is one."""
     known = [cell for cell in cells if cell is not None]
     found: list[Any] = []
     if any(cell.noisy for cell in known):
         found.append(Line2D([], [], color=INK, linewidth=0.9, linestyle=_NOISY_DASHES, label="stayed noisy"))
-    if any(cell.above_bound for cell in known):
+    if above_bound:
         label = "better than its bound" if better_is_lower else "above its bound"
         look = _PASSES | {"marker": _DOWN if better_is_lower else _UP}
         found.append(Line2D([], [], linestyle="none", label=label, **look))

@@ -34,8 +34,15 @@ from lastgood.experiments.plots.canvas import (
     plotter,
 )
 from lastgood.experiments.plots.captions import sweep_caption
-from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
+from lastgood.experiments.plots.pair_intervals import (
+    PairInterval,
+    draw_above_bound,
+    draw_pair_interval,
+    of_pairs,
+    pair_handles,
+)
 from lastgood.experiments.plots.style import series_styles
+from lastgood.experiments.tables.marked import above_bound
 
 __all__ = ["draw_sweep", "plot_sweep"]
 
@@ -146,6 +153,7 @@ def _draw_series(
     handles: list[Any] = []
     marks: set[str] = set()
     intervals: list[PairInterval | None] = []
+    above = False
     for number, (one, style) in enumerate(zip(series, series_styles(len(series)), strict=True)):
         xs, ys = [], []
         for group, place in enumerate(places):
@@ -163,6 +171,10 @@ def _draw_series(
                 values += [] if pairs.ratio.says_nothing else [1 / pairs.ratio.low]
             elif len(values) > 1:
                 draw_repetitions(axes, [x] * len(values), values, 2.2)
+            if above_bound(runs) and not (pairs is not None and pairs.ratio.says_nothing):
+                above = True
+                best = min(values) if pairs is None else 1 / pairs.ratio.high
+                draw_above_bound(axes, x, best, better_is_lower=True)
             mark = mark_of(runs)
             if mark:
                 marks.add(mark)
@@ -177,7 +189,7 @@ def _draw_series(
                 )
         axes.plot(xs, ys, **line_look(style.colour, style.marker), zorder=OVER_WHISKERS)
         handles.append(Line2D([], [], label=label.format(f"{one:g}"), **line_look(style.colour, style.marker)))
-    return handles + pair_handles(intervals, better_is_lower=True), marks
+    return handles + pair_handles(intervals, above_bound=above, better_is_lower=True), marks
 
 
 def _draw_bounds(

@@ -31,9 +31,16 @@ from lastgood.experiments.plots.canvas import (
     plotter,
 )
 from lastgood.experiments.plots.captions import throughput_caption
-from lastgood.experiments.plots.pair_intervals import PairInterval, draw_pair_interval, of_pairs, pair_handles
+from lastgood.experiments.plots.pair_intervals import (
+    PairInterval,
+    draw_above_bound,
+    draw_pair_interval,
+    of_pairs,
+    pair_handles,
+)
 from lastgood.experiments.plots.style import WIDTHS_IN
 from lastgood.experiments.systems.labels import SystemStyle, system_styles
+from lastgood.experiments.tables.marked import above_bound
 
 __all__ = ["draw_throughput", "plot_throughput"]
 
@@ -62,6 +69,12 @@ class _Cell:
     pairs: PairInterval | None
     none: float
     """Throughput without checkpoints beside it, in iterations per second; of interest with `pairs` only."""
+    above_bound: bool
+
+    @property
+    def best(self) -> float:
+        """Throughput at the better end of what is drawn of it."""
+        return max(self.values) if self.pairs is None else self.none * self.pairs.ratio.high
 
     @property
     def unknown(self) -> bool:
@@ -126,6 +139,7 @@ def _cell(runs: pd.DataFrame) -> _Cell:
         float(published.iloc[0]) if len(published) else None,
         of_pairs(runs),
         float(runs["none_iterations_per_s"].median()),
+        bool(above_bound(runs)),
     )
     return replace(cell, hatch=hatch + _HATCH_DISTURBED) if cell.unknown else cell
 
@@ -182,6 +196,8 @@ def _draw_cells(
             # What nobody could measure is pale: it must not look like a result.
             solid = 0.0 if cell.unknown else cell.durable
             draw_bar(axes, x, drawn, cell.median, solid, style.colour, cell.hatch)
+            if cell.above_bound and not cell.unknown:
+                draw_above_bound(axes, x, cell.best)
             if cell.pairs is not None:
                 draw_pair_interval(axes, x, 0.2 * drawn, cell.pairs, cell.none.__mul__, limits=axes.get_ylim())
                 continue
@@ -267,4 +283,5 @@ def _mark_handles(cells: Sequence[_Cell]) -> list[Any]:
     found: list[Any] = [
         bar_handle("white", label, hatch) for hatch, label in meanings if any(hatch in cell.hatch for cell in cells)
     ]
-    return found + pair_handles([cell.pairs for cell in cells])
+    above = any(cell.above_bound and not cell.unknown for cell in cells)
+    return found + pair_handles([cell.pairs for cell in cells], above_bound=above)

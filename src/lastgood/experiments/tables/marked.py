@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from lastgood.checkpointers.registry import BASELINE
@@ -20,6 +22,10 @@ __all__ = [
     "not_credible",
 ]
 
+_IN_ONE_STRETCH = "measured in one stretch of time, and training without checkpoints in another"
+_BETWEEN_RUNS = "the bound lies between its runs"
+_ALIKE = 1 + 1e-9
+"""Rates that were divided and multiplied differ by no more."""
 _OF_ONE_RUN = 1.05
 """How far a single run may be above for nothing."""
 
@@ -61,12 +67,27 @@ def _all_disturbed(frame: pd.DataFrame) -> pd.Series[bool]:
 
 
 def above_bound(frame: pd.DataFrame, *, named: bool = True) -> str:
-    """Cells above their bound, and why; without their names, if the rows are of one cell."""
-    if "above_bound" not in frame.columns:
-        return ""
-    above = frame[frame["above_bound"].notna()]
+    """Cells above their bound, and why; without their names, if the rows are of one cell.
+
+    Of a cell without pairs it is the median of its runs: one above, and one below it, are no result above the bound.
+    """
+    above = frame.assign(above_bound=_reasons_above(frame)).dropna(subset="above_bound")
     reasons = above.groupby("above_bound")
     return "; ".join(f"{cells_named(cells)}: {reason}" if named else str(reason) for reason, cells in reasons)
+
+
+def _reasons_above(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Why each row's cell is above its bound; None if it is not."""
+    nothing = pd.Series(None, frame.index, dtype=object)
+    told = frame["above_bound"].astype(object) if "above_bound" in frame.columns else nothing
+    if not {"ratio_to_bound", "cell", "system"} <= set(frame.columns) or frame.empty:
+        return told
+    ratios = _numbers(frame, "ratio_to_bound").groupby(frame["cell"])
+    medians, least = ratios.transform("median"), ratios.transform("min")
+    stretch = frame["ratio_low"].isna() if "ratio_low" in frame.columns else pd.Series(True, frame.index)
+    above = stretch & (medians > _ALIKE) & (frame["system"] != BASELINE)
+    reasons = pd.Series(_IN_ONE_STRETCH, frame.index, dtype=object).where(least > _ALIKE, _BETWEEN_RUNS)
+    return told.where(~above | told.notna(), reasons)
 
 
 def not_credible(cell: pd.DataFrame) -> str:
