@@ -91,3 +91,8 @@ def test_where_the_project_lives_is_one_placeholder_that_contributing_explains()
     assert re.findall(r"git clone (\S+)", readme) == [placeholder]
     assert f"| `{placeholder}` |" in contributing
     assert placeholder not in project and "[project.urls]" not in project
+
+
+def test_the_site_leads_to_every_page_once() -> None:
+    named = re.findall(r"^ +- (?:[\w ]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in ROOT.glob("docs/*.md"))
