@@ -35,6 +35,7 @@ namespace {
 thread_local FoundRooms piece_rooms;
 thread_local FoundPlaces found_room;
 constexpr std::size_t kBins = 4096;
+constexpr std::size_t kLongStrip = 8 * kStripElements;
 
 }  // namespace
 
@@ -58,6 +59,9 @@ void PlaceCollection::collect(Weight bound, Weight tentative, std::uint64_t most
     if (streamed && (width_ > 1 || order_.value_type != SparseType::float32)) tentative_ = kNever;
     found_.fit(most, width_);
     found_pieces_.assign(source_.pieces, FoundPiece());
+    // What is looked at where it lies needs no room of its own; fewer strips cost less.
+    const bool lies = !writes && source_.residual() == nullptr && source_.type() == SparseType::float32;
+    const std::size_t stride = lies ? kLongStrip : kStripElements;
     std::atomic<std::uint64_t> total{0};
     const float* const gradient = source_.floats_at(0);
     const float* const residual = source_.residual();
@@ -67,8 +71,8 @@ void PlaceCollection::collect(Weight bound, Weight tentative, std::uint64_t most
         FoundPlaces& room = *taken;
         room.fit(kPieceElements / width_ + kBlockWidth, width_);
         FoundPiece& piece = found_pieces_[number];
-        for (std::uint64_t at = begin; at < end && (source_.is_finite || source_.in_place()); at += kStripElements) {
-            const std::size_t count = std::min<std::uint64_t>(kStripElements, end - at);
+        for (std::uint64_t at = begin; at < end && (source_.is_finite || source_.in_place()); at += stride) {
+            const std::size_t count = std::min<std::uint64_t>(stride, end - at);
             const bool streams_strip = streamed && count % kBlockWidth == 0;
             const float* own = strip;
             bool good = true;
