@@ -1,9 +1,17 @@
-"""A rank that trains under Checkmate. A script of `RankPool`."""
+"""A rank that trains under Checkmate. Run as: checkmate_rank.py; spoken to as reshard_rank.py is."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import json
+import logging
+import os
+import signal
+import sys
 import time
+import traceback
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,8 +22,10 @@ from lastgood.checkpointers.checkmate.system import Checkmate
 from lastgood.errors import LastgoodError
 from lastgood.gradients.link.shadow_link import ShadowLink as Link
 from lastgood.gradients.tap.ddp_hook import checkmate_hook
+from lastgood.processes import die_with_parent, keep_stdout
 from lastgood.state import RngState, seed_everything, state_digest
-from tests.checkpointers.support.rank_works import WAIT_S, answer_works
+
+WAIT_S = 120
 
 
 def make_model(device="cpu"):
@@ -366,5 +376,38 @@ def reduced_alike(rank, world, elements):
     return found
 
 
+def main():
+    die_with_parent()
+    keep_stdout()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for line in sys.stdin:
+        asked = json.loads(line)
+        work, meeting = globals()[asked.pop("work")], Path(asked.pop("meeting"))
+        cuda = asked.get("device", "cpu") != "cpu"
+        if cuda:
+            torch.cuda.set_device(asked["rank"])
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                init_method=f"file://{meeting}",
+                rank=asked["rank"],
+                world_size=asked["world"],
+                timeout=datetime.timedelta(seconds=120),
+            )
+            answer = {"ok": work(**asked)}
+            dist.barrier()
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        print(json.dumps(answer), flush=True)
+
+
 if __name__ == "__main__":
-    answer_works(globals())
+    main()

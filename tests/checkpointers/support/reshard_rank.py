@@ -1,11 +1,23 @@
-"""A rank whose state is spread over all, or goes on in another number of them. A script of `RankPool`."""
+"""One process of a pool that takes the part of any rank of any world. Run as: reshard_rank.py.
+
+Reads one JSON object a line: ``work`` (a function below), ``rank``, ``world``, ``meeting`` (a file by which the ranks
+meet) and what the function takes. Answers with one line: ``{"ok": ...}`` or ``{"error": kind and text}``.
+"""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import json
+import logging
+import os
+import sys
 import threading
 import time
+import traceback
+import warnings
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,9 +36,11 @@ from lastgood.checkpointers.ranks.reshard import restore_ranks
 from lastgood.checkpointers.recovery import recovery
 from lastgood.checkpointers.registry import checkpointer_class
 from lastgood.errors import LastgoodError, StorageError, WaitTimeout
+from lastgood.processes import die_with_parent, keep_stdout
 from lastgood.state import RngState, state_digest
 from lastgood.storage.objects.folder import FolderClient
-from tests.checkpointers.support.rank_works import WAIT_S, answer_works
+
+WAIT_S = 120.0
 
 
 class Odd(torch.nn.Module):
@@ -514,5 +528,35 @@ def train(rank, world, system, folder, steps, attached=None, interval_steps=1, *
     return found
 
 
+def main():
+    die_with_parent()
+    keep_stdout()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for line in sys.stdin:
+        asked = json.loads(line)
+        work, meeting = globals()[asked.pop("work")], Path(asked.pop("meeting"))
+        limit = datetime.timedelta(seconds=WAIT_S)
+        backend = "gloo"
+        if asked.get("device", "cpu") != "cpu":
+            backend = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(asked["rank"])
+        try:
+            dist.init_process_group(
+                backend, init_method=f"file://{meeting}", rank=asked["rank"], world_size=asked["world"], timeout=limit
+            )
+            answer = {"ok": work(**asked)}
+            dist.barrier()
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        print(json.dumps(answer), flush=True)
+
+
 if __name__ == "__main__":
-    answer_works(globals())
+    main()

@@ -1,11 +1,16 @@
-"""A rank of a training that is spread in one of several ways. A script of `RankPool`."""
+"""A rank of a training that is spread in one of several ways. Run as spread_rank.py; spoken to as reshard_rank.py."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import json
+import logging
 import os
 import signal
 import sys
+import traceback
+import warnings
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when cuBLAS starts
@@ -20,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastgood import PCcheck
 from lastgood.integrations.deepspeed_live import EngineCounters, LiveZero
+from lastgood.processes import die_with_parent, keep_stdout
 from lastgood.state import RngState, seed_everything, state_digest
 from lastgood.training.deepspeed_engine import _prepare
 from lastgood.training.loop import configure_compute
-from tests.checkpointers.support.rank_works import WAIT_S, answer_works
 
+WAIT_S = 120.0
 BATCH, BLOCKS, RATE = 8, 3, 1e-3
 WIDTHS = {"cpu": 48, "cuda": 512}
 
@@ -186,5 +192,38 @@ def train(
     return answer
 
 
+def main():
+    die_with_parent()
+    keep_stdout()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    # The second is where rank 0 lets the others ask what they agree on.
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        work, meeting = globals()[asked.pop("work")], Path(asked.pop("meeting"))
+        cuda = asked.get("device", "cpu") != "cpu"
+        if cuda:
+            torch.cuda.set_device(asked["rank"])
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                init_method=f"file://{meeting}",
+                rank=asked["rank"],
+                world_size=asked["world"],
+                timeout=datetime.timedelta(seconds=WAIT_S),
+            )
+            answer = {"ok": work(**asked)}
+            dist.barrier()
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        print(json.dumps(answer), flush=True)
+
+
 if __name__ == "__main__":
-    answer_works(globals(), MASTER_ADDR="127.0.0.1")  # where rank 0 lets the others ask what they agree on
+    main()
