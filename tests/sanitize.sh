@@ -20,8 +20,9 @@ LASTGOOD_SANITIZED=$(echo "$build"/_native.*.so)
 export PYTHONPATH=$PWD/tests/sanitizer
 # Python's own memory is not freed at its end; the interpreter must not hide small blocks in its arenas.
 export PYTHONMALLOC=malloc
-export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64:log_path='$reports/address'
-export UBSAN_OPTIONS=print_stacktrace=1:log_path='$reports/undefined'
+# The sanitizers' own quotes, for a path with a colon or a blank.
+export ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64:log_path='$reports/address'"
+export UBSAN_OPTIONS="print_stacktrace=1:log_path='$reports/undefined'"
 compiler=${CXX:-g++}
 # libstdc++ as well: it must be there when the sanitizer looks for what throws exceptions.
 preload="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libstdc++.so.6)"
