@@ -18,6 +18,7 @@ from lastgood.checkpointers.dcp.metadata import decode_metadata
 from lastgood.checkpointers.torch_files.archive import reading
 from lastgood.errors import ConfigError, CorruptCheckpoint, MismatchError
 from lastgood.integrations.dcp.byte_items import allowed_names, checked_bytes
+from lastgood.integrations.dcp.collector import no_collection
 from lastgood.integrations.dcp.folder import metadata_name
 from lastgood.integrations.dcp.folder_save import save_id_of
 from lastgood.integrations.dcp.item_files import Wanted
@@ -205,7 +206,7 @@ class LastgoodReader(StorageReader):
         source = self._open()
         content = source.metadata(rank)
         where = source.where(metadata_name(rank))
-        with reading(where):
+        with reading(where), no_collection():
             metadata = decode_metadata(content, Budget(len(content)))
         meta = metadata.storage_meta = metadata.storage_meta or StorageMeta()
         self._save_id = save_id_of(meta)

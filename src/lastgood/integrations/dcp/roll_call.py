@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_ex
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from lastgood.errors import CheckpointError, ConfigError, MismatchError, WaitTimeout
+from lastgood.integrations.dcp.collector import no_collection
 from lastgood.text import parse_json
 from lastgood.units import MIB
 
@@ -161,7 +162,9 @@ class RollCall:
             failed = True
             try:
                 self._call_roll()
-                result = real(given)
+                # The plans of all ranks are unpickled in it. A save may run beside a training, whose collector it is.
+                with no_collection() if self._what == "load" else contextlib.nullcontext():
+                    result = real(given)
                 failed = isinstance(result, CheckpointException) or (
                     name == "all_gather_object" and any(map(_is_wrapped_exception, result))
                 )
