@@ -1,6 +1,6 @@
 """What every workload promises, as tests. docs/conformance.md lists them.
 
-Whoever collects this class gives the fixture `build`, which makes the workload anew for a seed, and `device`.
+Whoever collects this class gives the fixture `build`, which makes a new workload for a seed, and `device`.
 """
 
 from __future__ import annotations

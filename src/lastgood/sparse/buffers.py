@@ -11,7 +11,7 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """`tell` behind the forward pass, `tell_again` behind the backward pass, `hear` in the step, on all ranks.
+    """`tell` after the forward pass, `tell_again` after the backward pass, `hear` in the step, on all ranks.
 
     What the forward pass made of them goes while the backward pass runs. Activations that are computed once more in
     the backward pass count a batch again: then all go a second time, on each rank that sees its own change.

@@ -74,7 +74,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_as_if_never_stopped(kind, tmp_path):
-    """A life for each two steps; what a new one begins with is made anew each time."""
+    """A life for each two steps; what one begins with is made for it."""
     torch.manual_seed(1)
     training = KINDS[kind]()
     straight = [training.step(number) for number in range(STEPS)]

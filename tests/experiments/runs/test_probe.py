@@ -209,7 +209,7 @@ class StagedPlan:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_plan_that_is_ended_in_the_middle_of_its_look_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
-    """The look ends with it, nothing of it is kept, and the next plan looks anew."""
+    """The look ends with it, nothing of it is kept, and the next plan looks again."""
     staged = StagedPlan(tmp_path)
     plan = staged.start()
     try:
