@@ -125,13 +125,30 @@ def test_a_rank_that_ran_ahead_is_told(caplog):
 
 
 @pytest.mark.parametrize("note", [b"", b"[]", b"[1, 2, 3]", b"x" * 10_000])
-def test_a_note_that_is_none_of_ours_ends_no_rank(note):
+def test_a_note_that_is_none_of_ours_ends_no_rank(note, caplog):
     ranks = made(2, [FITS] * 2)
     ranks[1].ask("SIGTERM")
     ranks[1].look()
     ranks[1]._store.set("0/end", note)
     assert ranks[1].step_over(3) is None
     assert ranks[1].step_over(4) is None
+    assert caplog.text.count("rank 1 cannot agree with the others on a last step (SIGTERM)") == 1
+    assert ranks[1].lost
+
+
+def test_a_store_that_is_gone_is_worth_a_warning_only_if_somebody_asked(monkeypatch, caplog):
+    (idle, asked) = made(2, [FITS] * 2)
+    asked.ask("SIGUSR1")
+
+    def gone(*_):
+        raise RuntimeError("connection reset by peer")
+
+    for rank in (idle, asked):
+        rank._store = type("Gone", (), {"check": gone, "set": gone})()
+        rank.look()
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warned) == 1 and "rank 1" in warned[0] and "connection reset by peer" in warned[0]
+    assert idle.lost and asked.lost
 
 
 def test_a_signal_to_one_rank_saves_the_present_step_of_both(tmp_path):

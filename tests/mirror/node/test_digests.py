@@ -123,7 +123,7 @@ def test_spills_from_that_step_on_are_not_given_back_either(tmp_path: Path) -> N
         job = core.status().job
     store = SpillStore(spills, job, 0)
     try:
-        assert [spill.saved.step for spill in store.durable()] == [1], "not after a start of the node anew, either"
+        assert [spill.saved.step for spill in store.durable()] == [1], "nor after a new start of the node"
     finally:
         store.close()
 

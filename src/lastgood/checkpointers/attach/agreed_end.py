@@ -93,6 +93,8 @@ class AgreedEnd:
         self._decided: LastStep | None = None
         self._last: int | None = None
         self.ended = threading.Event()
+        self.lost = ""
+        """Why ranks cannot agree any longer."""
 
     def ask(self, why: str) -> None:
         """This rank is asked to end. Waits for nothing: it may be called in a signal handler."""
@@ -105,14 +107,25 @@ class AgreedEnd:
 
     def look(self) -> None:
         """Hear of the others' requests, and answer; rank 0 also decides once all have."""
-        if self._store is None:
+        if self.lost:
             return
         try:
             with self._lock:
                 self._hear()
         except Exception as error:  # torch's own, of many kinds: without a store nothing can be agreed on
-            _log.debug("ranks do not agree on a last step: %s", error)
-            self._store = None
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """The store is gone, as when a training is over: worth a warning only if somebody was asked to end."""
+        self.lost = str(error) or repr(error)
+        asked = self._asked or self._mine
+        _log.log(
+            logging.WARNING if asked else logging.DEBUG,
+            "rank %d cannot agree with the others on a last step%s, so a signal saves no further one: %s",
+            self._rank,
+            f" ({asked})" if asked else "",
+            self.lost,
+        )
 
     def _hear(self) -> None:
         if not self._asked:
@@ -143,14 +156,13 @@ class AgreedEnd:
 
     def step_over(self, step: int) -> LastStep | None:
         """Called at the end of each step: how the training ends with it; None: it goes on."""
-        if not self._asked or self._store is None:
+        if not self._asked or self.lost:
             return None
         try:
             with self._lock:
                 return self._first(step) if self._rank == 0 else self._other(step)
         except Exception as error:  # as above
-            _log.debug("ranks do not agree on a last step: %s", error)
-            self._store = None
+            self._lose(error)
             return None
 
     def _first(self, step: int) -> LastStep | None:

@@ -115,6 +115,9 @@ class EndsAtStep(Endable):
         if self._world()[1] > 1 and self._agreed is None:
             self._unfit = "without torch.distributed, ranks cannot agree on a last step"
             return None
+        if self._agreed is not None and self._agreed.lost:
+            self._unfit = f"ranks cannot agree on a last step: {self._agreed.lost}"
+            return None
         measured = self._measured()
         if measured is None:
             self._unfit = "how long steps and writes take is not known"
